@@ -1,0 +1,33 @@
+"""Every limit of the manager, with its unit in the name. Each has a test at N and N+1."""
+
+KEYS_PER_REQUEST_MAX = 262_144
+"""Block keys in one call."""
+BLOCKS_PER_EXTENT_MAX = 65_535
+"""Blocks that one StartWrite may grant: a position is stored in 16 bits."""
+BLOCKS_PER_CHUNK_MAX = 512
+"""Blocks in one stored chunk of an extent's immutable part."""
+INSTANCE_ID_BYTES_MAX = 1_024
+ENTITY_NAME_BYTES_MAX = 256
+"""Names of groups, storages, accounts, specs and spec groups, in UTF-8 bytes."""
+TRACE_ID_BYTES_MAX = 1_024
+SPECS_PER_INSTANCE_MAX = 64
+"""A block's specs are one bit each in a 64-bit set."""
+SPEC_GROUPS_PER_INSTANCE_MAX = 256
+SPEC_SIZE_BYTES_MAX = 1 << 40
+USER_DATA_BYTES_MAX = 1 << 20
+REPLY_BYTES_DEFAULT = 4 * 1024 * 1024
+"""What a default gRPC client accepts."""
+RECEIVE_BYTES_DEFAULT = 64 * 1024 * 1024
+WRITE_TIMEOUT_S_DEFAULT = 30
+WRITE_TIMEOUT_S_MAX = 3_600
+EMPTY_SESSION_TIMEOUT_S = 60
+GRACE_S_MIN = 10.0
+"""Floor of the time between retiring a block and deleting its bytes."""
+SHARDS_MIN = 16
+SHARDS_MAX = 1_024
+HOME_SHARDS = 16
+KEYS_PER_SHARD = 262_144
+ROW_REFS_MAX = 16
+"""Locations one row can name."""
+STEP_S_MAX = 0.002
+"""No step holds the event loop longer."""

@@ -1,0 +1,242 @@
+"""Wire enumerations and registry entities (wire.md §1, §2).
+
+Entities are frozen pydantic models; ``extra="allow"`` lets fields that a newer version
+stored survive an update by this one. Field names equal the wire's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StorageType(IntEnum):
+    """ST_* of the wire."""
+
+    UNSPECIFIED = 0
+    HF3FS = 1
+    MOONCAKE = 2
+    TAIRMEMPOOL = 3
+    NFS = 4
+    VCNS_HF3FS = 5
+
+
+STORAGE_TYPE_NAMES: dict[StorageType, str] = {
+    StorageType.HF3FS: "hf3fs",
+    StorageType.MOONCAKE: "mooncake",
+    StorageType.TAIRMEMPOOL: "pace",
+    StorageType.NFS: "file",
+    StorageType.VCNS_HF3FS: "vcns_hf3fs",
+}
+"""JSON ``type`` in storage_configs, and the URI scheme (wire.md §6)."""
+
+
+class QueryType(IntEnum):
+    """QT_* of the wire."""
+
+    UNSPECIFIED = 0
+    BATCH_GET = 1
+    PREFIX_MATCH = 2
+    REVERSE_ROLL_SW_MATCH = 3
+
+
+class TrimStrategy(IntEnum):
+    """TS_* of the wire."""
+
+    UNSPECIFIED = 0
+    REMOVE_ALL_CACHE = 1
+    REMOVE_ALL_META = 2
+    TIMESTAMP = 3
+
+
+class ReclaimPolicy(IntEnum):
+    """POLICY_* of the wire."""
+
+    UNSPECIFIED = 0
+    LRU = 1
+    LFU = 2
+    TTL = 3
+
+
+class CachePreferStrategy(IntEnum):
+    """CPS_* of the wire: odd = only that type, even = that type first."""
+
+    UNSPECIFIED = 0
+    ALWAYS_3FS = 1
+    PREFER_3FS = 2
+    ALWAYS_MOONCAKE = 3
+    PREFER_MOONCAKE = 4
+    ALWAYS_TAIR_MEMPOOL = 5
+    PREFER_TAIR_MEMPOOL = 6
+    ALWAYS_VCNS_3FS = 7
+    PREFER_VCNS_3FS = 8
+
+
+class AccountRole(IntEnum):
+    """ROLE_* of the wire."""
+
+    USER = 0
+    ADMIN = 1
+
+
+class BlockStatus(IntEnum):
+    """CLS_* of GetCacheMeta (wire.md §4)."""
+
+    NOT_FOUND = 0
+    NEW = 1
+    WRITING = 2
+    SERVING = 3
+    DELETING = 4
+
+
+class Entity(BaseModel):
+    """Base of registry entities: immutable; unknown stored fields are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class StorageConfig(Entity):
+    """One storage. ``spec`` holds the fields of the wire's oneof member for ``type``."""
+
+    global_unique_name: str
+    type: StorageType
+    spec: dict[str, Any] = {}
+    check_storage_available_when_open: bool = False
+    enabled: bool = True
+
+
+class QuotaConfig(Entity):
+    """Capacity in bytes for one storage type inside a group."""
+
+    storage_type: StorageType
+    capacity: int
+
+
+class InstanceGroupQuota(Entity):
+    """Capacity in bytes of a group, whole and per storage type."""
+
+    capacity: int = 0
+    quota_config: tuple[QuotaConfig, ...] = ()
+
+
+class TriggerStrategy(Entity):
+    """Watermark: bytes and fraction of the capacity; above 1 = never by this trigger."""
+
+    used_size: int = 0
+    used_percentage: float = 0.0
+
+
+class CacheReclaimStrategy(Entity):
+    """When and how a group's space is reclaimed."""
+
+    storage_unique_name: str = ""
+    reclaim_policy: ReclaimPolicy = ReclaimPolicy.UNSPECIFIED
+    trigger_strategy: TriggerStrategy | None = None
+    trigger_period_seconds: int = 0
+    reclaim_step_size: int = 0
+    reclaim_step_percentage: int = 0
+    delay_before_delete_ms: int = 0
+
+
+class MetaStorageBackendConfig(Entity):
+    """Kept and shown; the server's own index settings decide (wire.md §9)."""
+
+    storage_type: str = ""
+    storage_uri: str = ""
+
+
+class MetaCachePolicyConfig(Entity):
+    """Kept and shown; the server's own cache settings decide (wire.md §9)."""
+
+    capacity: int = 0
+    type: str = ""
+    cache_shard_bits: int = 0
+    high_pri_pool_ratio: float = 0.0
+
+
+class MetaIndexerConfig(Entity):
+    """Index limits of each instance of a group."""
+
+    max_key_count: int = 0
+    mutex_shard_num: int = 0
+    batch_key_size: int = 0
+    meta_storage_backend_config: MetaStorageBackendConfig | None = None
+    meta_cache_policy_config: MetaCachePolicyConfig | None = None
+
+
+class CacheConfig(Entity):
+    """Reclaim, placement and index settings of a group."""
+
+    reclaim_strategy: CacheReclaimStrategy | None = None
+    data_storage_strategy: CachePreferStrategy = CachePreferStrategy.UNSPECIFIED
+    meta_indexer_config: MetaIndexerConfig | None = None
+
+
+class InstanceGroup(Entity):
+    """A team or model family: owns quota, watermarks, candidates, policies."""
+
+    name: str
+    storage_candidates: tuple[str, ...] = ()
+    global_quota_group_name: str = ""
+    max_instance_count: int = 0
+    quota: InstanceGroupQuota | None = None
+    cache_config: CacheConfig | None = None
+    user_data: str = ""
+    version: int = 0
+
+
+class LocationSpecInfo(Entity):
+    """A named part of a block and its size in bytes."""
+
+    name: str
+    size: int
+
+
+class LocationSpecGroup(Entity):
+    """A named set of specs."""
+
+    name: str
+    spec_names: tuple[str, ...] = ()
+
+
+class ModelDeployment(Entity):
+    """Identity of what computes the cache."""
+
+    model_name: str = ""
+    dtype: str = ""
+    use_mla: bool = False
+    tp_size: int = 0
+    dp_size: int = 0
+    lora_name: str = ""
+    pp_size: int = 0
+    extra: str = ""
+    user_data: str = ""
+
+
+class Instance(Entity):
+    """One model deployment. ``uid`` is fresh at every registration; it keys records and files.
+
+    ``shard_count`` is a power of two fixed at registration. Extents whose trim number is below
+    ``trim`` are dead. ``closing`` instances refuse every commit and are freed in the background.
+    """
+
+    instance_id: str
+    instance_group: str
+    block_size: int
+    location_spec_infos: tuple[LocationSpecInfo, ...] = ()
+    location_spec_groups: tuple[LocationSpecGroup, ...] = ()
+    model_deployment: ModelDeployment | None = None
+    uid: str = ""
+    shard_count: int = 16
+    trim: int = 0
+    closing: bool = False
+    registered_at: float = 0.0
+
+
+class Account(Entity):
+    """An account as shown: never the password."""
+
+    user_name: str
+    role: AccountRole = AccountRole.USER

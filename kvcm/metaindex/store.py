@@ -1,0 +1,158 @@
+"""The KVStore contract: bytes in tables within shards. A store knows no domain words.
+
+A *shard* is ``(space, number)``: the space is an instance's uid, the number its shard. Everything
+of a shard changes in one atomic commit that also checks the fence. Records whose writers compare
+carry their version as the first 8 bytes of the value; versions are tokens chosen by the writer, so
+a retry that finds its own new version knows that it succeeded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+VERSION_BYTES = 8
+
+
+class Table(IntEnum):
+    """Tables of a shard."""
+
+    ROWS = 1
+    EXTENTS = 2
+    STATES = 3
+    DUE = 4
+    TRASH = 5
+
+
+class ShardId(NamedTuple):
+    """A shard: the instance's uid (1 to 32 bytes) and a number from 0 to 1,023."""
+
+    space: bytes
+    number: int
+
+
+class Fence(NamedTuple):
+    """Who may commit: (leadership epoch, claim number). A higher one excludes all lower ones."""
+
+    epoch: int
+    n: int
+
+
+class Compare(NamedTuple):
+    """What a mutation requires of one record before it applies.
+
+    ``expected`` None: the record is absent. Otherwise the record exists and its first
+    ``len(expected)`` bytes equal ``expected`` (a version); with ``whole`` the entire value does.
+    """
+
+    table: Table
+    key: bytes
+    expected: bytes | None
+    whole: bool = False
+
+
+class Write(NamedTuple):
+    """Put (``value``) or delete (None) one record."""
+
+    table: Table
+    key: bytes
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """Writes and counter changes that apply together, or not at all when a compare fails."""
+
+    writes: Sequence[Write] = ()
+    compare: Sequence[Compare] = ()
+    counters: Mapping[bytes, int] = field(default_factory=dict)
+
+
+class Outcome(IntEnum):
+    """What became of one mutation."""
+
+    APPLIED = 1
+    CONFLICT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCommit:
+    """Mutations for one shard, applied in order, atomically, if the fence holds."""
+
+    shard: ShardId
+    fence: Fence
+    mutations: Sequence[Mutation]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Answer to a claim: commits so far and all counters of the shard."""
+
+    commit_number: int
+    counters: Mapping[bytes, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """Per shard: one outcome a mutation and the commit number, or the error that refused it all.
+
+    ``error`` is StaleFence, Unavailable (nothing happened) or OutcomeUnknown.
+    """
+
+    outcomes: Sequence[Outcome] = ()
+    commit_number: int = 0
+    error: Exception | None = None
+
+
+class KVStore(Protocol):
+    """What an index store offers. All methods may raise Unavailable; reads need no fence.
+
+    Batches answer position by position. Implementations neither retry nor log nor count.
+    """
+
+    read_ahead: int
+    """Rows worth fetching per cold read: 1 for an embedded store, more behind a network."""
+
+    async def get_many(
+        self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
+    ) -> list[list[bytes | None]]:
+        """Values per shard and key, in order; None = absent. One round trip."""
+
+    async def commit(self, commits: Sequence[ShardCommit]) -> list[CommitResult]:
+        """Apply each shard's mutations atomically; one result per element, in order.
+
+        A fence lower than the shard's answers StaleFence; an equal one passes; a higher one than
+        the claimed one is StaleFence too (claim first). A counter that reaches 0 is dropped.
+        """
+
+    async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
+        """Raise each shard's fence to ``fence`` (a lower or equal one answers StaleFence)."""
+
+    def scan(
+        self, shard: ShardId, table: Table, *, page: int = 1024
+    ) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """All records of a table in pages; records changed meanwhile may or may not appear."""
+
+    async def sample(self, shard: ShardId, table: Table, count: int) -> list[tuple[bytes, bytes]]:
+        """Up to ``count`` records picked roughly at random."""
+
+    async def count(self, shard: ShardId, table: Table) -> int:
+        """Records of a table."""
+
+    async def drop(self, shard: ShardId) -> None:
+        """Remove everything of a shard, fence included. Idempotent."""
+
+    async def spaces(self) -> list[bytes]:
+        """Spaces that hold any record or fence."""
+
+    async def open(self) -> None:
+        """Connect, or take the lock of an embedded store.
+
+        Raises:
+            ConfigError: another process holds the store, or the path cannot be used.
+        """
+
+    async def close(self) -> None:
+        """Flush and release. Idempotent."""

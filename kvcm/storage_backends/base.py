@@ -1,0 +1,135 @@
+"""The contract of a data storage: a place for bytes that kvcm itself never reads.
+
+A backend names addresses (pure, no I/O: ``place``, ``uris``, ``objects``) and frees them
+(``delete``). An *object* is the unit that is freed: a file holding up to N blocks of one spec, or a
+key. Names and addresses are never used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Protocol
+
+from kvcm.core.types import StorageConfig, StorageType
+
+
+class Capability(Flag):
+    """What a backend can do beyond the base."""
+
+    NONE = 0
+    EXISTS = auto()
+    """Tells which objects are there."""
+    LIST = auto()
+    """Lists the objects of an instance (repair)."""
+    TOUCH = auto()
+    """Creates objects ahead of the writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentName:
+    """Who owns an allocation. All three are [a-z0-9] tokens, unique for ever."""
+
+    cluster_uid: str
+    instance_uid: str
+    extent: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSlots:
+    """One spec of an extent: name, bytes a slot, and how many of the extent's blocks carry it."""
+
+    name: str
+    size: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """One deletable object of an allocation and the slots it holds ([first, first + count))."""
+
+    name: str
+    spec: int
+    first: int
+    count: int
+    size: int
+    """Bytes that freeing it frees (count × slot size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Health of a storage."""
+
+    available: bool
+    detail: str = ""
+
+
+class DataStorageBackend(Protocol):
+    """One opened storage."""
+
+    config: StorageConfig
+    type: StorageType
+    capabilities: Capability
+
+    async def open(self) -> None:
+        """Make the storage usable (create its root, check it when the config says so).
+
+        Raises:
+            StorageError: it cannot be used; the message names the path or endpoint.
+            InvalidArgument: the config is wrong; the message names the field.
+        """
+
+    async def close(self) -> None:
+        """Release what ``open`` took. Idempotent."""
+
+    async def probe(self) -> ProbeResult:
+        """A real write, read, compare and delete of something tiny."""
+
+    def place(self, extent: ExtentName, specs: Sequence[SpecSlots]) -> bytes:
+        """Name addresses for an extent. Pure: no I/O, no state.
+
+        Returns:
+            An opaque descriptor (< 1 KiB) that holds all that ``uris`` and ``objects`` need,
+            whatever the config says later.
+        """
+
+    def uris(
+        self, descriptor: bytes, extent: ExtentName, spec: SpecSlots, first: int, count: int
+    ) -> list[str]:
+        """Location URIs of slots [first, first + count) of one spec (wire.md §6). Pure."""
+
+    def objects(
+        self, descriptor: bytes, extent: ExtentName, specs: Sequence[SpecSlots]
+    ) -> list[ObjectRef]:
+        """All objects of an allocation. Pure."""
+
+    async def prepare(self, cluster_uid: str, instance_uid: str) -> None:
+        """Make the instance's folders ahead of its first write. Idempotent."""
+
+    async def touch(self, names: Sequence[str]) -> None:
+        """Create empty objects (capability TOUCH).
+
+        Raises:
+            Unsupported: without the capability.
+        """
+
+    async def delete(self, names: Sequence[str]) -> list[Exception | None]:
+        """Free objects; one answer a name: None = gone (also when it never was there)."""
+
+    async def exists(self, names: Sequence[str], sizes: Sequence[int]) -> list[bool]:
+        """Whether each object is there with at least so many bytes (capability EXISTS).
+
+        Raises:
+            Unsupported: without the capability.
+        """
+
+    async def list_objects(self, cluster_uid: str, instance_uid: str) -> list[str]:
+        """Names of all objects of an instance (capability LIST).
+
+        Raises:
+            Unsupported: without the capability.
+        """
+
+    async def remove_instance(self, cluster_uid: str, instance_uid: str) -> None:
+        """Remove the empty folders of an instance that is gone. Idempotent."""
