@@ -1,0 +1,184 @@
+"""What the edges ask of the cache use cases and what they get: plain values, no protobuf.
+
+``body`` in the answers holds the response's ``locations`` entries already in wire form: for PROTO
+the concatenation of ``locations`` fields (tag 2 in GetCacheLocation and GetCacheMeta, tag 4 in
+StartWriteCache, each with tag and length); for JSON the comma-joined objects without brackets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from kvcm.core.keys import KeyBatch
+from kvcm.core.mask import BlockMask
+from kvcm.core.types import QueryType, TrimStrategy
+
+
+class WireForm(IntEnum):
+    """The form in which an answer's locations are encoded."""
+
+    PROTO = 0
+    JSON = 1
+
+
+@dataclass(slots=True)
+class KeysRequest:
+    """Keys of an instance: ``keys``, or ``token_ids`` when no keys are given (wire.md §3)."""
+
+    instance_id: str
+    keys: KeyBatch
+    token_ids: KeyBatch | None = None
+    """Token ids are int64 in the same packed or raw form; used only when ``keys`` is empty."""
+    form: WireForm = WireForm.PROTO
+
+
+@dataclass(slots=True)
+class LookupRequest(KeysRequest):
+    """GetCacheLocation."""
+
+    query: QueryType | int = QueryType.PREFIX_MATCH
+    mask: BlockMask | None = None
+    sw_size: int = 0
+    spec_names: tuple[str, ...] = ()
+    multi_storage: bool = False
+
+
+@dataclass(slots=True)
+class LookupAnswer:
+    """``hits`` counts matched keys that were returned, ``asked`` all keys of the request."""
+
+    body: bytes
+    hits: int
+    asked: int
+
+
+@dataclass(slots=True)
+class MetaRequest(KeysRequest):
+    """GetCacheMeta."""
+
+    mask: BlockMask | None = None
+    detail_level: int = 0
+
+
+@dataclass(slots=True)
+class MetaAnswer:
+    """One location (in ``body``) and one JSON string for every unmasked key."""
+
+    body: bytes
+    metas: list[str]
+
+
+@dataclass(slots=True)
+class StartWriteRequest(KeysRequest):
+    """StartWriteCache."""
+
+    group_names: tuple[str, ...] = ()
+    write_timeout_seconds: int = 0
+    multi_storage: bool = False
+
+
+@dataclass(slots=True)
+class StartWriteAnswer:
+    """``mask`` True = need not be written. ``reason`` is set when a limit cut the grant."""
+
+    session_id: str
+    mask: BlockMask
+    body: bytes
+    granted: int
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class FinishWriteRequest:
+    """FinishWriteCache; ``success`` None = the message had no success_blocks."""
+
+    instance_id: str
+    session_id: str
+    success: BlockMask | None
+
+
+@dataclass(slots=True)
+class RemoveRequest(KeysRequest):
+    """RemoveCache; masked keys are kept."""
+
+    mask: BlockMask | None = None
+
+
+@dataclass(slots=True)
+class TrimRequest:
+    """TrimCache; timestamps in epoch seconds, by finish time, [begin, end)."""
+
+    instance_id: str
+    strategy: TrimStrategy | int
+    begin_timestamp: int = 0
+    end_timestamp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Space of one instance, group or storage type, in bytes and blocks (design §5)."""
+
+    open_bytes: int = 0
+    serving_bytes: int = 0
+    dead_bytes: int = 0
+    trash_bytes: int = 0
+    open_blocks: int = 0
+    serving_blocks: int = 0
+
+    @property
+    def counted_bytes(self) -> int:
+        """What limits and watermarks count: open + serving + dead."""
+        return self.open_bytes + self.serving_bytes + self.dead_bytes
+
+
+@dataclass(slots=True)
+class UsageReport:
+    """Usage by instance id, group, storage name and (group, storage type name)."""
+
+    instances: dict[str, Usage] = field(default_factory=dict)
+    groups: dict[str, Usage] = field(default_factory=dict)
+    storages: dict[str, Usage] = field(default_factory=dict)
+    group_types: dict[tuple[str, str], Usage] = field(default_factory=dict)
+    sessions: int = 0
+    extents: int = 0
+
+
+class CacheService(Protocol):
+    """The use cases. Every call may raise any KvcmError; see core/errors.py for the codes.
+
+    A caller that is cancelled, or that finds after ``start_write`` that its client is gone, calls
+    ``abandon`` so that what was granted is freed at once.
+    """
+
+    async def lookup(self, request: LookupRequest) -> LookupAnswer: ...
+
+    async def get_meta(self, request: MetaRequest) -> MetaAnswer: ...
+
+    async def start_write(self, request: StartWriteRequest) -> StartWriteAnswer: ...
+
+    async def finish_write(self, request: FinishWriteRequest) -> None: ...
+
+    async def abandon(self, instance_id: str, session_id: str) -> None: ...
+
+    async def remove(self, request: RemoveRequest) -> None: ...
+
+    async def trim(self, request: TrimRequest) -> None: ...
+
+    async def remove_instance(self, instance_id: str, group: str | None) -> None:
+        """Close the instance and free it in the background; InstanceNotExist."""
+
+    def prepare_instance(self, instance_id: str) -> None:
+        """Called after a registration: makes folders, claims shards, in the background."""
+
+    def storage_blocks(self, storage: str) -> int:
+        """Blocks (open and serving) on a storage, over all groups."""
+
+    async def drop_storage(self, storage: str) -> None:
+        """Forget all blocks of a storage (they become misses); after a forced remove/update."""
+
+    def busy_instance_uids(self) -> set[str]:
+        """Uids of instances that hold blocks or open sessions."""
+
+    def usage(self) -> UsageReport: ...

@@ -1,0 +1,201 @@
+"""Block keys of one request, in the form they came in.
+
+A request's keys are compared with an extent's keys as bytes. gRPC sends them as packed varints,
+so those bytes are compared as they are and nothing is decoded; JSON and token requests use raw
+little-endian int64. Both forms are bytes with known offsets of each key.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcm.core.errors import InvalidArgument
+
+INT64_MIN = -(1 << 63)
+INT64_MAX = (1 << 63) - 1
+_LITTLE = sys.byteorder == "little"
+
+
+class KeyForm(IntEnum):
+    """How keys stand in memory."""
+
+    RAW = 0
+    PACKED = 1
+
+
+def read_varint(data: bytes, pos: int) -> tuple[int, int]:
+    """One varint at ``pos``: (unsigned value modulo 2^64, position after it).
+
+    Raises:
+        InvalidArgument: it does not end within the data or within 10 bytes.
+    """
+    result = 0
+    shift = 0
+    for i in range(pos, min(pos + 10, len(data))):
+        byte = data[i]
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return result & 0xFFFFFFFFFFFFFFFF, i + 1
+        shift += 7
+    raise InvalidArgument(f"a varint at byte {pos} does not end")
+
+
+def encode_varint(value: int) -> bytes:
+    """Varint of an int64 (negative ones as two's complement, 10 bytes) or uint64."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def pack_keys(raw: bytes) -> tuple[bytes, array[int]]:
+    """Varint form of raw little-endian int64 keys, and the n + 1 offsets of the keys in it."""
+    parts = [encode_varint(k) for k in array_of(raw)]
+    offsets = array("I", [0])
+    total = 0
+    for part in parts:
+        total += len(part)
+        offsets.append(total)
+    return b"".join(parts), offsets
+
+
+def unpack_keys(packed: bytes) -> bytes:
+    """Raw form of packed varints, decoded in whole-array passes.
+
+    Raises:
+        InvalidArgument: the last varint does not end, or one is longer than 10 bytes.
+    """
+    if not packed:
+        return b""
+    data = np.frombuffer(packed, dtype=np.uint8)
+    ends = np.flatnonzero(data < 0x80)
+    if len(ends) == 0 or ends[-1] != len(data) - 1:
+        raise InvalidArgument("block_keys: the last varint does not end")
+    starts = np.empty_like(ends)
+    starts[0] = 0
+    starts[1:] = ends[:-1] + 1
+    lengths = ends - starts + 1
+    if int(lengths.max()) > 10:
+        raise InvalidArgument("block_keys: a varint is longer than 10 bytes")
+    values = np.zeros(len(ends), dtype=np.uint64)
+    for i in range(int(lengths.max())):
+        live = lengths > i
+        part = (data[starts[live] + i] & 0x7F).astype(np.uint64) << np.uint64(7 * i)
+        values[live] |= part
+    out: npt.NDArray[np.uint64] = values
+    return out.astype("<u8").tobytes()
+
+
+def array_of(raw: bytes) -> array[int]:
+    """The keys as an int64 array."""
+    keys = array("q")
+    keys.frombytes(raw)
+    if not _LITTLE:
+        keys.byteswap()
+    return keys
+
+
+class KeyBatch:
+    """An ordered batch of int64 block keys.
+
+    Attributes:
+        form: the form ``data`` is in.
+        data: the keys' bytes in that form.
+    """
+
+    __slots__ = ("_array", "_count", "data", "form")
+
+    def __init__(self, form: KeyForm, data: bytes) -> None:
+        self.form = form
+        self.data = data
+        self._array: array[int] | None = None
+        self._count = -1
+
+    @classmethod
+    def from_packed(cls, data: bytes) -> KeyBatch:
+        """Keys as gRPC sent them; malformed varints show when a key is read."""
+        return cls(KeyForm.PACKED, data)
+
+    @classmethod
+    def from_ints(cls, keys: Iterable[int]) -> KeyBatch:
+        """Keys as ints.
+
+        Raises:
+            InvalidArgument: one is not an int64.
+        """
+        try:
+            values = array("q", keys)
+        except (OverflowError, TypeError) as error:
+            raise InvalidArgument(f"block_keys: not an int64: {error}") from error
+        batch = cls.from_array(values)
+        return batch
+
+    @classmethod
+    def from_array(cls, values: array[int]) -> KeyBatch:
+        """Keys as an int64 array, which is kept: do not change it."""
+        if _LITTLE:
+            data = values.tobytes()
+        else:
+            swapped = array("q", values)
+            swapped.byteswap()
+            data = swapped.tobytes()
+        batch = cls(KeyForm.RAW, data)
+        batch._array = values
+        batch._count = len(values)
+        return batch
+
+    def __len__(self) -> int:
+        if self._count < 0:
+            if self.form is KeyForm.RAW:
+                self._count = len(self.data) // 8
+            else:
+                self._count = int(
+                    np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80)
+                )
+        return self._count
+
+    def array(self) -> array[int]:
+        """The keys as an int64 array (decoded once).
+
+        Raises:
+            InvalidArgument: malformed varints.
+        """
+        if self._array is None:
+            raw = self.data if self.form is KeyForm.RAW else unpack_keys(self.data)
+            self._array = array_of(raw)
+            self._count = len(self._array)
+        return self._array
+
+    def key_at(self, offset: int) -> int:
+        """The key whose bytes begin at ``offset`` of ``data``."""
+        if self.form is KeyForm.RAW:
+            return int(struct.unpack_from("<q", self.data, offset)[0])
+        value, _ = read_varint(self.data, offset)
+        return value - (1 << 64) if value >> 63 else value
+
+    def offset_of(self, index: int) -> int:
+        """Byte offset in ``data`` of the key at ``index`` (its length at ``len(self)``)."""
+        if self.form is KeyForm.RAW:
+            return index * 8
+        if index <= 0:
+            return 0
+        if index >= len(self):
+            return len(self.data)
+        ends = np.flatnonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80)
+        return int(ends[index - 1]) + 1
+
+    def select(self, keep: Sequence[bool]) -> KeyBatch:
+        """The keys at the positions where ``keep`` is true, in order."""
+        return KeyBatch.from_array(
+            array("q", [k for k, flag in zip(self.array(), keep, strict=True) if flag])
+        )
