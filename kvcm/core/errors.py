@@ -6,7 +6,7 @@
     ├── InvalidArgument            a field of the request is wrong
     │   └── MalformedRequest       the body does not parse (HTTP 400)
     ├── Unsupported                asked for something this build or backend cannot do
-    ├── NotReady                   not recovered, draining, or the index store cannot be reached in time
+    ├── NotReady                   not recovered, draining, or the index store does not answer
     │   ├── Unavailable            a store or storage did not answer; nothing happened
     │   └── OutcomeUnknown         a time-out: it may or may not have happened
     ├── NotLeader                  another manager leads
@@ -121,7 +121,15 @@ class ReplyTooLarge(KvcmError):
 
 
 class StaleFence(KvcmError):
-    """A shard was claimed with a higher fence than ours."""
+    """A shard is claimed with another fence than ours, or not at all.
+
+    ``epoch`` is that of the fence that holds the shard, 0 when nobody claimed it: a higher one than
+    ours means that we were deposed, our own means claim again.
+    """
+
+    def __init__(self, message: str = "", *, reason: str = "", epoch: int = 0) -> None:
+        super().__init__(message, reason=reason)
+        self.epoch = epoch
 
 
 class CorruptRecord(KvcmError):

@@ -63,7 +63,11 @@ class Write(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Writes and counter changes that apply together, or not at all when a compare fails."""
+    """Writes and counter changes that apply together, or not at all when a compare fails.
+
+    Compares look at the shard as the mutations before left it, before this one's own writes. Of two
+    writes of one record the later counts. Counters are signed 64-bit sums and may be negative.
+    """
 
     writes: Sequence[Write] = ()
     compare: Sequence[Compare] = ()
@@ -88,7 +92,7 @@ class ShardCommit:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Answer to a claim: commits so far and all counters of the shard."""
+    """Answer to a claim: the last commit number (0 at first) and all counters of the shard."""
 
     commit_number: int
     counters: Mapping[bytes, int]
@@ -124,11 +128,17 @@ class KVStore(Protocol):
         """Apply each shard's mutations atomically; one result per element, in order.
 
         A fence lower than the shard's answers StaleFence; an equal one passes; a higher one than
-        the claimed one is StaleFence too (claim first). A counter that reaches 0 is dropped.
+        the claimed one is StaleFence too (claim first), and so is any on a shard that nobody
+        claimed or that was dropped. A counter that reaches 0 is dropped. The commit number grows
+        with every element that applied a mutation; one of which nothing applied (or that is empty)
+        leaves it and only checks the fence. Elements for the same shard run in order.
         """
 
     async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
-        """Raise each shard's fence to ``fence`` (a lower or equal one answers StaleFence)."""
+        """Raise each shard's fence to ``fence`` (a lower or equal one answers StaleFence).
+
+        One answer per shard, in order: the Claim, or StaleFence, Unavailable or OutcomeUnknown.
+        """
 
     def scan(
         self, shard: ShardId, table: Table, *, page: int = 1024

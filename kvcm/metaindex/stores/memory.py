@@ -1,0 +1,172 @@
+"""MemoryStore: the whole KVStore contract in dictionaries, for tests, replay and trial runs."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvcm.core.clock import Clock, SystemClock
+from kvcm.core.errors import Unavailable
+from kvcm.metaindex.store import (
+    Claim,
+    CommitResult,
+    Fence,
+    Mutation,
+    Outcome,
+    ShardCommit,
+    ShardId,
+    Table,
+)
+from kvcm.metaindex.stores.common import stale
+
+
+@dataclass(slots=True)
+class _Shard:
+    fence: Fence
+    number: int = 0
+    counters: dict[bytes, int] = field(default_factory=dict)
+    tables: dict[Table, dict[bytes, bytes]] = field(default_factory=lambda: {t: {} for t in Table})
+
+    def holds(self, mutation: Mutation) -> bool:
+        for table, key, expected, whole in mutation.compare:
+            value = self.tables[table].get(key)
+            if value is None or expected is None:
+                if value is not expected:
+                    return False
+            elif value != expected if whole else not value.startswith(expected):
+                return False
+        return True
+
+    def apply(self, mutation: Mutation) -> Outcome:
+        if not self.holds(mutation):
+            return Outcome.CONFLICT
+        for table, key, value in mutation.writes:
+            if value is None:
+                self.tables[table].pop(key, None)
+            else:
+                # bytes() copies what a careless caller could still change.
+                self.tables[table][bytes(key)] = bytes(value)
+        for name, delta in mutation.counters.items():
+            total = self.counters.get(name, 0) + delta
+            if total:
+                self.counters[name] = total
+            else:
+                self.counters.pop(name, None)
+        return Outcome.APPLIED
+
+
+class Snapshot:
+    """What a MemoryStore held at one moment; opaque."""
+
+    __slots__ = ("_shards",)
+
+    def __init__(self, shards: dict[ShardId, _Shard]) -> None:
+        self._shards = copy.deepcopy(shards)
+
+
+class MemoryStore:
+    """A faithful KVStore in memory: fences, compares, counters and commit numbers as in the others.
+
+    Every call gives way to other tasks once before it acts, as a store behind a network would, so
+    that a race of its callers shows. Managers that share one object share one store. Contents
+    outlive ``close`` and a later ``open``, but not the object.
+    """
+
+    read_ahead: int = 1
+
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or SystemClock()
+        self._shards: dict[ShardId, _Shard] = {}
+        self._closed = False
+
+    def snapshot(self) -> Snapshot:
+        """Everything the store holds now."""
+        return Snapshot(self._shards)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot, as a store that lost its latest writes does."""
+        self._shards = Snapshot(snapshot._shards)._shards
+
+    async def get_many(
+        self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
+    ) -> list[list[bytes | None]]:
+        await self._turn()
+        return [list(map(self._table(shard, table).get, keys)) for shard, keys in shard_keys]
+
+    async def commit(self, commits: Sequence[ShardCommit]) -> list[CommitResult]:
+        await self._turn()
+        return [self._commit(commit) for commit in commits]
+
+    async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
+        await self._turn()
+        return [self._claim(shard, fence) for shard in shards]
+
+    async def scan(
+        self, shard: ShardId, table: Table, *, page: int = 1024
+    ) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        await self._turn()
+        keys = iter(list(self._table(shard, table)))
+        while batch := list(islice(keys, page)):
+            records = self._table(shard, table)
+            if found := [(key, records[key]) for key in batch if key in records]:
+                yield found
+            await self._turn()
+
+    async def sample(self, shard: ShardId, table: Table, count: int) -> list[tuple[bytes, bytes]]:
+        await self._turn()
+        records = list(self._table(shard, table).items())
+        for i in range(min(count, len(records))):
+            chance = int.from_bytes(self._clock.random_bytes(8), "big")
+            j = i + chance % (len(records) - i)
+            records[i], records[j] = records[j], records[i]
+        return records[: max(count, 0)]
+
+    async def count(self, shard: ShardId, table: Table) -> int:
+        await self._turn()
+        return len(self._table(shard, table))
+
+    async def drop(self, shard: ShardId) -> None:
+        await self._turn()
+        self._shards.pop(shard, None)
+
+    async def spaces(self) -> list[bytes]:
+        await self._turn()
+        return sorted({shard.space for shard in self._shards})
+
+    async def open(self) -> None:
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(0)
+        if self._closed:
+            raise Unavailable("the memory store is closed")
+
+    def _table(self, shard: ShardId, table: Table) -> dict[bytes, bytes]:
+        held = self._shards.get(shard)
+        return held.tables[table] if held is not None else {}
+
+    def _commit(self, commit: ShardCommit) -> CommitResult:
+        shard = self._shards.get(commit.shard)
+        if shard is None or shard.fence != commit.fence:
+            return CommitResult(
+                error=stale(commit.shard, commit.fence, None if shard is None else shard.fence)
+            )
+        outcomes = [shard.apply(mutation) for mutation in commit.mutations]
+        if Outcome.APPLIED in outcomes:
+            shard.number += 1
+        return CommitResult(outcomes, shard.number)
+
+    def _claim(self, shard_id: ShardId, fence: Fence) -> Claim | Exception:
+        shard = self._shards.get(shard_id)
+        if shard is None:
+            shard = self._shards[shard_id] = _Shard(fence)
+        elif fence <= shard.fence:
+            return stale(shard_id, fence, shard.fence)
+        shard.fence = fence
+        return Claim(shard.number, dict(shard.counters))
