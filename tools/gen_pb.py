@@ -1,7 +1,7 @@
 """Generates kvcm/_pb from api/proto.
 
-    python tools/gen_pb.py           write the generated code
-    python tools/gen_pb.py --check   exit 1, naming the files, when it is not what is committed
+python tools/gen_pb.py           write the generated code
+python tools/gen_pb.py --check   exit 1, naming the files, when it is not what is committed
 """
 
 from __future__ import annotations
