@@ -15,6 +15,10 @@ SPECS_PER_INSTANCE_MAX = 64
 SPEC_GROUPS_PER_INSTANCE_MAX = 256
 SPEC_SIZE_BYTES_MAX = 1 << 40
 USER_DATA_BYTES_MAX = 1 << 20
+TEXT_FIELD_BYTES_MAX = 4_096
+"""Other texts of an entity (a model's name, a path of a storage), in UTF-8 bytes."""
+STORAGE_CANDIDATES_PER_GROUP_MAX = 256
+PASSWORD_BYTES_MAX = 1_024
 REPLY_BYTES_DEFAULT = 4 * 1024 * 1024
 """What a default gRPC client accepts."""
 RECEIVE_BYTES_DEFAULT = 64 * 1024 * 1024
@@ -24,6 +28,8 @@ EMPTY_SESSION_TIMEOUT_S = 60
 GRACE_S_MIN = 10.0
 """Floor of the time between retiring a block and deleting its bytes."""
 SHARDS_MIN = 16
+SHARDS_MAX_DEFAULT = 64
+"""Unless the server's settings allow more."""
 SHARDS_MAX = 1_024
 HOME_SHARDS = 16
 KEYS_PER_SHARD = 262_144
@@ -31,3 +37,15 @@ ROW_REFS_MAX = 16
 """Locations one row can name."""
 STEP_S_MAX = 0.002
 """No step holds the event loop longer."""
+STORAGE_ROOT_BYTES_MAX = 512
+"""Root folder of a file storage; it is part of every allocation's descriptor."""
+KEYS_PER_FILE_MAX = 4_096
+"""Blocks of one spec in one file (``key_count_per_file``)."""
+FILE_NAME_BYTES_MAX = 120
+"""Last component of a block file's path."""
+STORAGE_THREADS_MAX = 4
+"""Threads in which one storage blocks."""
+STORAGE_JOBS_MAX = 1_024
+"""Blocking jobs that wait for those threads; a hung mount refuses the next ones."""
+NAMES_PER_JOB_MAX = 256
+"""Names that one such job deletes, checks or creates."""

@@ -24,12 +24,13 @@ class Capability(Flag):
     LIST = auto()
     """Lists the objects of an instance (repair)."""
     TOUCH = auto()
-    """Creates objects ahead of the writer."""
+    """Creates objects ahead of the writer. Declared only when the config asks for it
+    (``touch_file_when_create``), so whoever sees it calls ``touch`` after a grant."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentName:
-    """Who owns an allocation. All three are [a-z0-9] tokens, unique for ever."""
+    """Who owns an allocation. All three are tokens of 1 to 32 of [a-z0-9], unique for ever."""
 
     cluster_uid: str
     instance_uid: str
@@ -50,7 +51,9 @@ class ObjectRef:
     """One deletable object of an allocation and the slots it holds ([first, first + count))."""
 
     name: str
+    """What ``delete`` takes; files: the absolute path, so that it outlives a changed root."""
     spec: int
+    """Index into the ``specs`` that ``objects`` was given."""
     first: int
     count: int
     size: int
@@ -66,7 +69,11 @@ class ProbeResult:
 
 
 class DataStorageBackend(Protocol):
-    """One opened storage."""
+    """One storage. Pure methods work without ``open``; all others raise StorageError before it.
+
+    No method blocks the event loop, and none has a time-out of its own: callers give deadlines
+    by cancelling. A call that hangs in the kernel delays neither ``close`` nor other storages.
+    """
 
     config: StorageConfig
     type: StorageType
@@ -84,7 +91,10 @@ class DataStorageBackend(Protocol):
         """Release what ``open`` took. Idempotent."""
 
     async def probe(self) -> ProbeResult:
-        """A real write, read, compare and delete of something tiny."""
+        """A real write, read, compare and delete of something tiny. Never raises StorageError.
+
+        It creates nothing that is missing: a storage whose root vanished is not available.
+        """
 
     def place(self, extent: ExtentName, specs: Sequence[SpecSlots]) -> bytes:
         """Name addresses for an extent. Pure: no I/O, no state.
@@ -92,36 +102,57 @@ class DataStorageBackend(Protocol):
         Returns:
             An opaque descriptor (< 1 KiB) that holds all that ``uris`` and ``objects`` need,
             whatever the config says later.
+
+        Raises:
+            InvalidArgument: a part of ``extent`` is not a token.
         """
 
     def uris(
         self, descriptor: bytes, extent: ExtentName, spec: SpecSlots, first: int, count: int
     ) -> list[str]:
-        """Location URIs of slots [first, first + count) of one spec (wire.md §6). Pure."""
+        """Location URIs of slots [first, first + count) of one spec (wire.md §6), in order. Pure.
+
+        Raises:
+            CorruptRecord: the descriptor does not parse.
+        """
 
     def objects(
         self, descriptor: bytes, extent: ExtentName, specs: Sequence[SpecSlots]
     ) -> list[ObjectRef]:
-        """All objects of an allocation. Pure."""
+        """All objects of an allocation: every slot of every spec lies in exactly one. Pure.
+
+        Raises:
+            CorruptRecord: the descriptor does not parse.
+        """
 
     async def prepare(self, cluster_uid: str, instance_uid: str) -> None:
-        """Make the instance's folders ahead of its first write. Idempotent."""
+        """Make the instance's folders ahead of its first write. Idempotent.
+
+        Raises:
+            StorageError: naming what cannot be made.
+        """
 
     async def touch(self, names: Sequence[str]) -> None:
-        """Create empty objects (capability TOUCH).
+        """Create empty objects (capability TOUCH); those that exist keep their bytes.
 
         Raises:
             Unsupported: without the capability.
+            StorageError: the first that failed, after all were tried.
         """
 
     async def delete(self, names: Sequence[str]) -> list[Exception | None]:
-        """Free objects; one answer a name: None = gone (also when it never was there)."""
+        """Free objects; one answer a name: None = gone (also when it never was there).
+
+        A name that ``objects`` of this storage cannot have made is refused: StorageError in its
+        position. While the storage's root is missing nothing counts as gone.
+        """
 
     async def exists(self, names: Sequence[str], sizes: Sequence[int]) -> list[bool]:
         """Whether each object is there with at least so many bytes (capability EXISTS).
 
         Raises:
             Unsupported: without the capability.
+            StorageError: it could not be found out.
         """
 
     async def list_objects(self, cluster_uid: str, instance_uid: str) -> list[str]:
@@ -132,4 +163,7 @@ class DataStorageBackend(Protocol):
         """
 
     async def remove_instance(self, cluster_uid: str, instance_uid: str) -> None:
-        """Remove the empty folders of an instance that is gone. Idempotent."""
+        """Remove the empty folders of an instance that is gone. Idempotent.
+
+        Folders that still hold anything stay, without an error.
+        """
