@@ -28,6 +28,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import ClassVar
 
 
 class ErrorCode(IntEnum):
@@ -49,11 +50,17 @@ class ErrorCode(IntEnum):
 
 
 class KvcmError(Exception):
-    """Base of everything kvcm raises on purpose; ``str(error)`` names what is wrong."""
+    """Base of everything kvcm raises on purpose; ``str(error)`` names what is wrong.
+
+    ``reason`` travels in Status field 100; ``default_reason`` tells classes apart that share a
+    wire code.
+    """
+
+    default_reason: ClassVar[str] = ""
 
     def __init__(self, message: str = "", *, reason: str = "") -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason = reason or self.default_reason
 
 
 class InvalidArgument(KvcmError):
@@ -79,6 +86,8 @@ class Unavailable(NotReady):
 class OutcomeUnknown(NotReady):
     """A time-out after the request was sent: it may have taken effect."""
 
+    default_reason = "OUTCOME_UNKNOWN"
+
 
 class NotLeader(KvcmError):
     """Another manager leads; the message names its address when known."""
@@ -90,6 +99,8 @@ class InstanceNotExist(KvcmError):
 
 class EntityNotExist(KvcmError):
     """A group, storage or account that is not there."""
+
+    default_reason = "ENTITY_NOT_EXIST"
 
 
 class DuplicateEntity(KvcmError):
@@ -103,13 +114,19 @@ class CapacityReached(KvcmError):
 class NoStorage(CapacityReached):
     """No candidate storage could take the write."""
 
+    default_reason = "NO_STORAGE"
+
 
 class SessionNotExist(KvcmError):
     """The write session is unknown, expired, or another instance's."""
 
+    default_reason = "SESSION_NOT_EXIST"
+
 
 class VersionConflict(KvcmError):
     """The entity changed since it was read."""
+
+    default_reason = "VERSION_CONFLICT"
 
 
 class StorageError(KvcmError):
