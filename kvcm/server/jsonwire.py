@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, DecimalException
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
@@ -18,41 +17,11 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from kvcm.core.errors import MalformedRequest
+from kvcm.server.jsonvalues import IGNORED, Literal, Wrong, converters, kind_of, shown
 
 M = TypeVar("M", bound=Message)
 
-_INTEGERS: dict[int, tuple[str, int, int]] = {
-    FieldDescriptor.TYPE_INT32: ("int32", -(1 << 31), (1 << 31) - 1),
-    FieldDescriptor.TYPE_UINT32: ("uint32", 0, (1 << 32) - 1),
-    FieldDescriptor.TYPE_INT64: ("int64", -(1 << 63), (1 << 63) - 1),
-    FieldDescriptor.TYPE_UINT64: ("uint64", 0, (1 << 64) - 1),
-    FieldDescriptor.TYPE_ENUM: ("enum number", -(1 << 31), (1 << 31) - 1),
-}
 _PRINTED_AS_STRING = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
-_INT64_DIGITS = 20
-_SHOWN_CHARACTERS = 40
-_IGNORED: Any = object()
-"""What a converter returns for a value that counts as unset."""
-
-
-class _Literal(str):
-    """A number with a fraction or exponent, kept as written: a float would round it."""
-
-    __slots__ = ()
-
-
-class _Wrong(Exception):
-    """A value does not fit its field; the path grows on the way out."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.path = ""
-
-    def under(self, parent: str) -> _Wrong:
-        separator = "" if not self.path or self.path.startswith("[") else "."
-        self.path = f"{parent}{separator}{self.path}"
-        return self
 
 
 class _Field(NamedTuple):
@@ -90,7 +59,7 @@ def parse(data: bytes, message_type: type[M]) -> M:
     message = message_type()
     try:
         _fill(message, document)
-    except _Wrong as error:
+    except Wrong as error:
         raise MalformedRequest(f"{error.path or 'body'}: {error.problem}") from None
     return message
 
@@ -121,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"field {_shown(name)} is given twice")
+                raise ValueError(f"field {shown(name)} is given twice")
             seen.add(name)
     return result
 
@@ -131,13 +100,13 @@ def _no_constant(text: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_float=_Literal, parse_constant=_no_constant
+    object_pairs_hook=_unique, parse_float=Literal, parse_constant=_no_constant
 )
 
 
 def _fill(message: Message, value: Any) -> None:
     if type(value) is not dict:
-        raise _Wrong(f"expected an object, got {_kind(value)}")
+        raise Wrong(f"expected an object, got {kind_of(value)}")
     fields = _plan(type(message)).by_json_name
     given: set[str] = set()
     for name, item in value.items():
@@ -145,25 +114,25 @@ def _fill(message: Message, value: Any) -> None:
         if field is None:
             continue
         if field.name in given:
-            raise _Wrong("is given twice, in both spellings").under(field.name)
+            raise Wrong("is given twice, in both spellings").under(field.name)
         given.add(field.name)
         if item is None:
             continue
         try:
             was_set = field.fill(message, item)
-        except _Wrong as error:
+        except Wrong as error:
             raise error.under(field.name) from None
         if was_set and field.oneof:
-            # A oneof has one member; the name of the oneof itself marks it as taken.
+            # The full name of a oneof has dots, so it cannot be a field of the message.
             if field.oneof in given:
-                raise _Wrong(f"another member of {field.oneof} is set too").under(field.name)
+                raise Wrong("another member of the same oneof is set too").under(field.name)
             given.add(field.oneof)
 
 
 def _scalar(name: str, convert: Callable[[Any], Any]) -> Callable[[Message, Any], bool]:
     def fill(message: Message, value: Any) -> bool:
         converted = convert(value)
-        if converted is _IGNORED:
+        if converted is IGNORED:
             return False
         setattr(message, name, converted)
         return True
@@ -194,9 +163,9 @@ def _list_of_scalars(
             for index, item in enumerate(items):
                 try:
                     element = convert(item)
-                except _Wrong as error:
+                except Wrong as error:
                     raise error.under(f"[{index}]") from None
-                if element is not _IGNORED:
+                if element is not IGNORED:
                     converted.append(element)
         getattr(message, name).extend(converted)
         return True
@@ -210,7 +179,7 @@ def _list_of_messages(name: str) -> Callable[[Message, Any], bool]:
         for index, item in enumerate(_array(value)):
             try:
                 _fill(add(), item)
-            except _Wrong as error:
+            except Wrong as error:
                 raise error.under(f"[{index}]") from None
         return True
 
@@ -219,129 +188,8 @@ def _list_of_messages(name: str) -> Callable[[Message, Any], bool]:
 
 def _array(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise _Wrong(f"expected an array, got {_kind(value)}")
+        raise Wrong(f"expected an array, got {kind_of(value)}")
     return value
-
-
-def _to_integer(kind: str, low: int, high: int) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        given = type(value)
-        if given is int:
-            number = value
-        elif given is str:
-            number = _from_digits(value, kind)
-        elif given is _Literal:
-            number = _exact(value, kind)
-        else:
-            raise _Wrong(f"expected {_article(kind)}, got {_kind(value)}")
-        if not low <= number <= high:
-            raise _Wrong(f"{_shown(str(number))} is outside {kind}, {low} to {high}")
-        return int(number)
-
-    return convert
-
-
-def _from_digits(text: str, kind: str) -> int:
-    digits = text.removeprefix("-")
-    # int() alone would take blanks, "+", "_" and the digits of other scripts.
-    if not (digits.isascii() and digits.isdigit()):
-        raise _Wrong(f"{_shown(text)} is not {_article(kind)} in decimal digits")
-    significant = digits.lstrip("0") or "0"
-    if len(significant) > _INT64_DIGITS:
-        raise _Wrong(f"{_shown(text)} is outside {kind}")
-    number = int(significant)
-    return -number if digits is not text and text[0] == "-" else number
-
-
-def _exact(literal: str, kind: str) -> int:
-    try:
-        value = Decimal(literal)
-    except DecimalException:
-        raise _Wrong(f"{_shown(literal)} is outside {kind}") from None
-    if not value:
-        return 0
-    # Before int(): an exponent of a billion must not become a billion digits.
-    if value.adjusted() > _INT64_DIGITS:
-        raise _Wrong(f"{_shown(literal)} is outside {kind}")
-    number = int(value)
-    if number != value:
-        raise _Wrong(f"{_shown(literal)} is not a whole number, {kind} expected")
-    return number
-
-
-def _integers_at_once(low: int, high: int) -> Callable[[list[Any]], list[Any] | None]:
-    """For lists of thousands: passes in C, no call per element. None: look one by one."""
-
-    def bulk(items: list[Any]) -> list[int] | None:
-        kinds = set(map(type, items))
-        if kinds == {str}:
-            # With digits and "-" only, int() refuses every misplaced "-".
-            joined = "".join(items)
-            if not (joined.isascii() and joined.replace("-", "").isdigit()):
-                return None
-            try:
-                items = list(map(int, items))
-            except ValueError:
-                return None
-        elif kinds != {int}:
-            return None
-        return items if low <= min(items) and max(items) <= high else None
-
-    return bulk
-
-
-def _bools_at_once(items: list[Any]) -> list[Any] | None:
-    return items if set(map(type, items)) <= {bool} else None
-
-
-def _texts_at_once(items: list[Any]) -> list[Any] | None:
-    return items if set(map(type, items)) <= {str} and "".join(items).isascii() else None
-
-
-def _one_by_one(_: list[Any]) -> None:
-    return None
-
-
-def _to_bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _Wrong(f"expected a boolean, got {_kind(value)}")
-    return value
-
-
-def _to_text(value: Any) -> str:
-    if type(value) is not str:
-        raise _Wrong(f"expected a string, got {_kind(value)}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _Wrong("the string holds half of a surrogate pair") from None
-    return value
-
-
-def _to_double(value: Any) -> float:
-    if type(value) is not int and type(value) is not _Literal:
-        raise _Wrong(f"expected a number, got {_kind(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isinf(number):
-        raise _Wrong(f"{_shown(str(value))} is outside double")
-    return number
-
-
-def _to_enum(enum: EnumDescriptor | None) -> Callable[[Any], Any]:
-    assert enum is not None, "an enum field has an enum type"
-    numbers = {name: value.number for name, value in enum.values_by_name.items()}
-    from_number = _to_integer(*_INTEGERS[FieldDescriptor.TYPE_ENUM])
-
-    def convert(value: Any) -> Any:
-        if type(value) is str:
-            return numbers.get(value, _IGNORED)
-        return from_number(value)
-
-    return convert
 
 
 # -- printing --------------------------------------------------------------------------
@@ -408,7 +256,7 @@ def _plan(message_type: type[Message]) -> _Plan:
 def _new_plan(message_type: type[Message]) -> _Plan:
     by_json_name: dict[str, _Field] = {}
     in_order: list[_Field] = []
-    descriptors: Sequence[FieldDescriptor] = message_type.DESCRIPTOR.fields
+    descriptors: Sequence[Any] = message_type.DESCRIPTOR.fields
     for descriptor in sorted(descriptors, key=lambda field: field.number):
         field = _field(descriptor)
         in_order.append(field)
@@ -423,7 +271,7 @@ def _field(descriptor: FieldDescriptor) -> _Field:
     oneof = descriptor.containing_oneof
     return _Field(
         name=name,
-        oneof=oneof.name if oneof is not None else "",
+        oneof=oneof.full_name if oneof is not None else "",
         fill=_filler(descriptor),
         present=_has(name) if descriptor.has_presence else None,
         show=_each(show) if descriptor.is_repeated else show,
@@ -434,26 +282,10 @@ def _filler(descriptor: FieldDescriptor) -> Callable[[Message, Any], bool]:
     name = descriptor.name
     if descriptor.type == FieldDescriptor.TYPE_MESSAGE:
         return _list_of_messages(name) if descriptor.is_repeated else _submessage(name)
-    convert, bulk = _converters(descriptor)
+    convert, bulk = converters(descriptor)
     if descriptor.is_repeated:
         return _list_of_scalars(name, convert, bulk)
     return _scalar(name, convert)
-
-
-def _converters(
-    descriptor: FieldDescriptor,
-) -> tuple[Callable[[Any], Any], Callable[[list[Any]], list[Any] | None]]:
-    kind = descriptor.type
-    if kind == FieldDescriptor.TYPE_STRING:
-        return _to_text, _texts_at_once
-    if kind == FieldDescriptor.TYPE_BOOL:
-        return _to_bool, _bools_at_once
-    if kind == FieldDescriptor.TYPE_DOUBLE:
-        return _to_double, _one_by_one
-    if kind == FieldDescriptor.TYPE_ENUM:
-        return _to_enum(descriptor.enum_type), _one_by_one
-    name, low, high = _INTEGERS[kind]
-    return _to_integer(name, low, high), _integers_at_once(low, high)
 
 
 def _shower(descriptor: FieldDescriptor) -> Callable[[Any], Any]:
@@ -465,28 +297,3 @@ def _shower(descriptor: FieldDescriptor) -> Callable[[Any], Any]:
     if kind == FieldDescriptor.TYPE_DOUBLE:
         return _show_double
     return str if kind in _PRINTED_AS_STRING else _same
-
-
-# -- words -----------------------------------------------------------------------------
-
-
-def _kind(value: Any) -> str:
-    """What a JSON value is, for error messages."""
-    kinds: dict[type, str] = {
-        dict: "an object",
-        list: "an array",
-        str: "a string",
-        bool: "a boolean",
-        type(None): "null",
-    }
-    return kinds.get(type(value), "a number")
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aei' else 'a'} {kind}"
-
-
-def _shown(text: str) -> str:
-    """Foreign text in an error message: quoted, escaped, of bounded length."""
-    short = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-    return ascii(short).replace("\\u2026", "…")
