@@ -31,6 +31,8 @@ SHARDS_MIN = 16
 SHARDS_MAX_DEFAULT = 64
 """Unless the server's settings allow more."""
 SHARDS_MAX = 1_024
+SPACE_BYTES_MAX = 32
+"""The uid of an instance as the index stores know it."""
 HOME_SHARDS = 16
 KEYS_PER_SHARD = 262_144
 ROW_REFS_MAX = 16
@@ -49,3 +51,5 @@ STORAGE_JOBS_MAX = 1_024
 """Blocking jobs that wait for those threads; a hung mount refuses the next ones."""
 NAMES_PER_JOB_MAX = 256
 """Names that one such job deletes, checks or creates."""
+TRACE_LINE_BYTES_MAX = 16 * 1024 * 1024
+"""One row of a request trace, decompressed."""
