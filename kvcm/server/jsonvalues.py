@@ -210,4 +210,4 @@ def shown(text: str) -> str:
     """Foreign text in an error message: quoted, escaped, of bounded length."""
     if len(text) <= _SHOWN_CHARACTERS:
         return ascii(text)
-    return f"{ascii(text[:_SHOWN_CHARACTERS])}…"
+    return f"{text[:_SHOWN_CHARACTERS]!a}…"
