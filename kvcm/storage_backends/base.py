@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Protocol
 
+from kvcm.core.storage import ExtentName, ObjectRef, SpecSlots
 from kvcm.core.types import StorageConfig, StorageType
+
+__all__ = [
+    "Capability",
+    "DataStorageBackend",
+    "ExtentName",
+    "ObjectRef",
+    "ProbeResult",
+    "SpecSlots",
+]
 
 
 class Capability(Flag):
@@ -26,38 +36,6 @@ class Capability(Flag):
     TOUCH = auto()
     """Creates objects ahead of the writer. Declared only when the config asks for it
     (``touch_file_when_create``), so whoever sees it calls ``touch`` after a grant."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExtentName:
-    """Who owns an allocation. All three are tokens of 1 to 32 of [a-z0-9], unique for ever."""
-
-    cluster_uid: str
-    instance_uid: str
-    extent: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpecSlots:
-    """One spec of an extent: name, bytes a slot, and how many of the extent's blocks carry it."""
-
-    name: str
-    size: int
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """One deletable object of an allocation and the slots it holds ([first, first + count))."""
-
-    name: str
-    """What ``delete`` takes; files: the absolute path, so that it outlives a changed root."""
-    spec: int
-    """Index into the ``specs`` that ``objects`` was given."""
-    first: int
-    count: int
-    size: int
-    """Bytes that freeing it frees (count × slot size)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,339 @@
+"""The stored records and their bytes. Format byte first; what does not parse is CorruptRecord.
+
+An extent's immutable part is stored in chunks of at most 512 keys, its state as one small record
+whose first 8 bytes are its version. A row is a list of (extent id, position).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from kvcm.core.errors import CorruptRecord
+from kvcm.core.limits import BLOCKS_PER_CHUNK_MAX, BLOCKS_PER_EXTENT_MAX
+from kvcm.metaindex import bits
+from kvcm.metaindex.ids import EXTENT_ID_BYTES
+from kvcm.metaindex.store import VERSION_BYTES
+
+_FORMAT = b"\x01"
+_CHUNK_KEY = struct.Struct(">H")
+_REF = struct.Struct(">12sH")
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+class Phase(IntEnum):
+    """Life of an extent."""
+
+    OPEN = 1
+    SETTLED = 2
+    RETIRED = 3
+    ABORTED = 4
+
+
+class Cause(IntEnum):
+    """Why an extent was aborted, or its blocks were taken out."""
+
+    NONE = 0
+    EXPIRED = 1
+    CANCELLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Contiguous positions of an extent that followed each other in the request.
+
+    ``parent`` is the extent of the block just before the run in the request, None at its head.
+    """
+
+    start: int
+    depth: int
+    parent: bytes | None
+    parent_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What one StartWrite granted; never changes.
+
+    ``keys`` is raw little-endian int64, 8 bytes a block. ``spec_sets`` has one bit set per spec of
+    ``specs`` for each distinct subset in use; ``subset_of`` names the subset of each block by one
+    byte, empty when all blocks use ``spec_sets[0]``.
+    """
+
+    extent_id: bytes
+    keys: bytes
+    storage: str
+    storage_type: int
+    descriptor: bytes
+    specs: tuple[tuple[str, int], ...]
+    spec_sets: tuple[int, ...]
+    subset_of: bytes
+    trim: int
+    runs: tuple[Run, ...]
+    started_ms: int
+    timeout_s: int
+
+    @property
+    def count(self) -> int:
+        """Blocks granted."""
+        return len(self.keys) // 8
+
+    def set_at(self, position: int) -> int:
+        """Specs of the block at ``position``, as a bit set over ``specs``."""
+        return self.spec_sets[self.subset_of[position] if self.subset_of else 0]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The mutable part. Bit sets are over positions.
+
+    ``serving`` are the published blocks, ``finished`` the mask the client finished with,
+    ``cancelled`` blocks that RemoveCache or Trim took from an open session.
+    """
+
+    version: bytes
+    phase: Phase
+    stamp_ms: int
+    serving: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    finished_ms: int = 0
+    cause: Cause = Cause.NONE
+
+    def next(self, version: bytes, **changes: Any) -> State:
+        """A changed copy under a new version."""
+        return replace(self, version=version, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Trash:
+    """Objects of an extent whose bytes are still to be deleted.
+
+    ``objects`` is a bit set over the backend's object list of the extent. ``late_writer``: its
+    writer may still create them, so they are deleted once more later (``again``).
+    """
+
+    extent_id: bytes
+    serial: bytes
+    storage: str
+    objects: int
+    size: int
+    late_writer: bool
+    again: bool = False
+
+    @property
+    def key(self) -> bytes:
+        """Its key in the trash table."""
+        return self.extent_id + self.serial
+
+
+def chunk_key(extent_id: bytes, chunk: int) -> bytes:
+    """Key of one chunk in the extents table."""
+    return extent_id + _CHUNK_KEY.pack(chunk)
+
+
+def encode_extent(extent: Extent) -> list[tuple[bytes, bytes]]:
+    """(key, value) of each chunk; the first one holds the header."""
+    header = _pack(
+        (
+            extent.count,
+            extent.storage,
+            extent.storage_type,
+            extent.descriptor,
+            extent.specs,
+            extent.spec_sets,
+            extent.subset_of,
+            extent.trim,
+            [(r.start, r.depth, r.parent, r.parent_position) for r in extent.runs],
+            extent.started_ms,
+            extent.timeout_s,
+        )
+    )
+    step = BLOCKS_PER_CHUNK_MAX * 8
+    chunks = [
+        (chunk_key(extent.extent_id, i), _FORMAT + extent.keys[at : at + step])
+        for i, at in enumerate(range(0, len(extent.keys), step))
+    ]
+    first_key, first = chunks[0]
+    head = _FORMAT + struct.pack(">I", len(header)) + header
+    return [(first_key, head + first[1:]), *chunks[1:]]
+
+
+def chunk_count(blocks: int) -> int:
+    """Chunks of an extent of so many blocks."""
+    return max(1, -(-blocks // BLOCKS_PER_CHUNK_MAX))
+
+
+def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
+    """The extent with the first chunk's keys, and how many blocks it has in all.
+
+    Raises:
+        CorruptRecord: it does not parse.
+    """
+    try:
+        if first[:1] != _FORMAT:
+            raise ValueError(f"format {first[:1]!r}")
+        (size,) = struct.unpack_from(">I", first, 1)
+        f = _unpack(first[5 : 5 + size])
+        count = int(f[0])
+        keys = first[5 + size :]
+        if not 0 < count <= BLOCKS_PER_EXTENT_MAX:
+            raise ValueError(f"count {count}")
+        if len(keys) != min(count, BLOCKS_PER_CHUNK_MAX) * 8:
+            raise ValueError("keys cut short")
+        specs = tuple((str(n), int(s)) for n, s in f[4])
+        sets = tuple(int(s) for s in f[5])
+        subset_of = bytes(f[6])
+        if not sets or max(sets) >> len(specs) or (subset_of and len(subset_of) != count):
+            raise ValueError("spec subsets")
+        if subset_of and max(subset_of) >= len(sets):
+            raise ValueError("spec subset index")
+        runs = tuple(Run(int(a), int(b), c, int(d)) for a, b, c, d in f[8])
+        extent = Extent(
+            extent_id=extent_id,
+            keys=keys,
+            storage=str(f[1]),
+            storage_type=int(f[2]),
+            descriptor=bytes(f[3]),
+            specs=specs,
+            spec_sets=sets,
+            subset_of=subset_of,
+            trim=int(f[7]),
+            runs=runs,
+            started_ms=int(f[9]),
+            timeout_s=int(f[10]),
+        )
+    except (ValueError, TypeError, IndexError, struct.error, msgspec.MsgspecError) as error:
+        raise CorruptRecord(f"extent {extent_id.hex()}: {error}") from error
+    return extent, count
+
+
+def join_chunks(extent: Extent, count: int, rest: Sequence[bytes | None]) -> Extent:
+    """The whole extent from its first chunk and the values of the following ones.
+
+    Raises:
+        CorruptRecord: a chunk is missing or of a wrong length.
+    """
+    parts = [extent.keys]
+    for chunk in rest:
+        if chunk is None or chunk[:1] != _FORMAT:
+            raise CorruptRecord(f"extent {extent.extent_id.hex()}: a chunk is missing")
+        parts.append(chunk[1:])
+    keys = b"".join(parts)
+    if len(keys) != count * 8:
+        raise CorruptRecord(f"extent {extent.extent_id.hex()}: keys cut short")
+    return replace(extent, keys=keys)
+
+
+def encode_state(state: State) -> bytes:
+    """Version, format byte, fields."""
+    return (
+        state.version
+        + _FORMAT
+        + _pack(
+            (
+                int(state.phase),
+                state.stamp_ms,
+                bits.to_bytes(state.serving),
+                bits.to_bytes(state.finished),
+                bits.to_bytes(state.cancelled),
+                state.finished_ms,
+                int(state.cause),
+            )
+        )
+    )
+
+
+def decode_state(data: bytes) -> State:
+    """Inverse of ``encode_state``.
+
+    Raises:
+        CorruptRecord: it does not parse.
+    """
+    try:
+        if data[VERSION_BYTES : VERSION_BYTES + 1] != _FORMAT:
+            raise ValueError("format")
+        f = _unpack(data[VERSION_BYTES + 1 :])
+        return State(
+            version=data[:VERSION_BYTES],
+            phase=Phase(f[0]),
+            stamp_ms=int(f[1]),
+            serving=bits.from_bytes(f[2]),
+            finished=bits.from_bytes(f[3]),
+            cancelled=bits.from_bytes(f[4]),
+            finished_ms=int(f[5]),
+            cause=Cause(f[6]),
+        )
+    except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
+        raise CorruptRecord(f"extent state: {error}") from error
+
+
+def encode_trash(trash: Trash) -> bytes:
+    """Value in the trash table."""
+    return _FORMAT + _pack(
+        (
+            trash.storage,
+            bits.to_bytes(trash.objects),
+            trash.size,
+            trash.late_writer,
+            trash.again,
+        )
+    )
+
+
+def decode_trash(key: bytes, data: bytes) -> Trash:
+    """Inverse of ``encode_trash``.
+
+    Raises:
+        CorruptRecord: it does not parse.
+    """
+    try:
+        if data[:1] != _FORMAT or len(key) <= EXTENT_ID_BYTES:
+            raise ValueError("format")
+        f = _unpack(data[1:])
+        return Trash(
+            extent_id=key[:EXTENT_ID_BYTES],
+            serial=key[EXTENT_ID_BYTES:],
+            storage=str(f[0]),
+            objects=bits.from_bytes(f[1]),
+            size=int(f[2]),
+            late_writer=bool(f[3]),
+            again=bool(f[4]),
+        )
+    except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
+        raise CorruptRecord(f"trash {key.hex()}: {error}") from error
+
+
+def encode_ref(extent_id: bytes, position: int) -> bytes:
+    """One 14-byte reference of a row."""
+    return _REF.pack(extent_id, position)
+
+
+def decode_row(data: bytes) -> list[tuple[bytes, int]]:
+    """The references of a row.
+
+    Raises:
+        CorruptRecord: not a whole number of references.
+    """
+    if not data or len(data) % _REF.size:
+        raise CorruptRecord(f"row of {len(data)} bytes")
+    return [(ref[0], ref[1]) for ref in _REF.iter_unpack(data)]
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Records that did not parse: counted and reported, served as misses."""
+
+    count: int = 0
+    last: list[str] = field(default_factory=list)
+
+    def add(self, error: CorruptRecord) -> None:
+        """Count one; the latest 16 messages are kept."""
+        self.count += 1
+        self.last = [*self.last[-15:], str(error)]
