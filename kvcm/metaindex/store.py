@@ -102,7 +102,8 @@ class Claim:
 class CommitResult:
     """Per shard: one outcome a mutation and the commit number, or the error that refused it all.
 
-    ``error`` is StaleFence, Unavailable (nothing happened) or OutcomeUnknown.
+    ``error`` is StaleFence, Unavailable (nothing happened) or OutcomeUnknown; CorruptRecord when
+    the shard's own meta record does not parse, InvalidArgument when the shard is out of bounds.
     """
 
     outcomes: Sequence[Outcome] = ()
@@ -137,7 +138,7 @@ class KVStore(Protocol):
     async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
         """Raise each shard's fence to ``fence`` (a lower or equal one answers StaleFence).
 
-        One answer per shard, in order: the Claim, or StaleFence, Unavailable or OutcomeUnknown.
+        One answer per shard, in order: the Claim, or an error as in `CommitResult`.
         """
 
     def scan(

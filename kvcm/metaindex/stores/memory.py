@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvcm.core.clock import Clock, SystemClock
-from kvcm.core.errors import Unavailable
+from kvcm.core.errors import InvalidArgument, Unavailable
 from kvcm.metaindex.store import (
     Claim,
     CommitResult,
@@ -20,7 +20,11 @@ from kvcm.metaindex.store import (
     ShardId,
     Table,
 )
-from kvcm.metaindex.stores.common import stale
+from kvcm.metaindex.stores.common import add_counters, check_shard, matches, pick, stale
+
+
+def _empty_tables() -> list[dict[bytes, bytes]]:
+    return [{} for _ in range(max(Table) + 1)]
 
 
 @dataclass(slots=True)
@@ -28,33 +32,21 @@ class _Shard:
     fence: Fence
     number: int = 0
     counters: dict[bytes, int] = field(default_factory=dict)
-    tables: dict[Table, dict[bytes, bytes]] = field(default_factory=lambda: {t: {} for t in Table})
-
-    def holds(self, mutation: Mutation) -> bool:
-        for table, key, expected, whole in mutation.compare:
-            value = self.tables[table].get(key)
-            if value is None or expected is None:
-                if value is not expected:
-                    return False
-            elif value != expected if whole else not value.startswith(expected):
-                return False
-        return True
+    # Indexed by table: hashing an enum member costs a Python call.
+    tables: list[dict[bytes, bytes]] = field(default_factory=_empty_tables)
 
     def apply(self, mutation: Mutation) -> Outcome:
-        if not self.holds(mutation):
-            return Outcome.CONFLICT
+        tables = self.tables
+        for table, key, expected, whole in mutation.compare:
+            if not matches(tables[table].get(key), expected, whole):
+                return Outcome.CONFLICT
         for table, key, value in mutation.writes:
             if value is None:
-                self.tables[table].pop(key, None)
+                tables[table].pop(key, None)
             else:
                 # bytes() copies what a careless caller could still change.
-                self.tables[table][bytes(key)] = bytes(value)
-        for name, delta in mutation.counters.items():
-            total = self.counters.get(name, 0) + delta
-            if total:
-                self.counters[name] = total
-            else:
-                self.counters.pop(name, None)
+                tables[table][bytes(key)] = bytes(value)
+        add_counters(self.counters, mutation.counters)
         return Outcome.APPLIED
 
 
@@ -109,7 +101,7 @@ class MemoryStore:
     ) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         await self._turn()
         keys = iter(list(self._table(shard, table)))
-        while batch := list(islice(keys, page)):
+        while batch := list(islice(keys, max(page, 1))):
             records = self._table(shard, table)
             if found := [(key, records[key]) for key in batch if key in records]:
                 yield found
@@ -117,12 +109,7 @@ class MemoryStore:
 
     async def sample(self, shard: ShardId, table: Table, count: int) -> list[tuple[bytes, bytes]]:
         await self._turn()
-        records = list(self._table(shard, table).items())
-        for i in range(min(count, len(records))):
-            chance = int.from_bytes(self._clock.random_bytes(8), "big")
-            j = i + chance % (len(records) - i)
-            records[i], records[j] = records[j], records[i]
-        return records[: max(count, 0)]
+        return pick(list(self._table(shard, table).items()), count, self._clock)
 
     async def count(self, shard: ShardId, table: Table) -> int:
         await self._turn()
@@ -163,6 +150,10 @@ class MemoryStore:
         return CommitResult(outcomes, shard.number)
 
     def _claim(self, shard_id: ShardId, fence: Fence) -> Claim | Exception:
+        try:
+            check_shard(shard_id)
+        except InvalidArgument as error:
+            return error
         shard = self._shards.get(shard_id)
         if shard is None:
             shard = self._shards[shard_id] = _Shard(fence)
