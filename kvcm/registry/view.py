@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcm.core.types import Instance, InstanceGroup, StorageConfig
 
@@ -15,7 +15,7 @@ class RegistryView:
     revision: int
     cluster_uid: str
     """[a-z0-9]{8}, made once with the registry; the first folder of every storage path."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     """32 random bytes, made once; keys the check inside write session ids."""
     storages: Mapping[str, StorageConfig]
     groups: Mapping[str, InstanceGroup]
