@@ -353,7 +353,8 @@ def test_the_path_goes_through_lists_of_messages() -> None:
     "body",
     [
         b"", b" ", b"{", b"{}}", b"{} x", b"{'a':1}", b'{"a":1,}', b'{"a"}', b'{"a":01}',
-        b'{"a":+1}', b'{"a":.5}', b'{"a":1.}', b'{"a":0x1}', b'{"a":"\n"}', b'{"a":"\\x"}', b'{"a":tru}',
+        b'{"a":+1}', b'{"a":.5}', b'{"a":1.}', b'{"a":0x1}',
+        b'{"a":"\n"}', b'{"a":"\\x"}', b'{"a":tru}',
         b'{"a":NaN}', b'{"a":Infinity}', b'{"a":-Infinity}', b'{"used":[NaN]}', b"// c\n{}",
         b'{"trace_id":"\xff"}', b'\xff{"a":1}', b'\xef\xbb\xbf{}', '{"a":1}'.encode("utf-16"),
         b'{"x":"\xed\xa0\x80"}', b'{"x":"\xc0\x80"}',
