@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import AccountRole, Entity, Instance, InstanceGroup, StorageConfig
 from kvcm.registry import accounts, compare, rules, validate
-from kvcm.registry.jsonpath import json_path
+from kvcm.registry.documents import distinct_keys, json_path, no_constant
 from kvcm.registry.state import Draft, StoredAccount
 
 FORMAT = 1
@@ -73,7 +73,7 @@ def parse(text: str) -> Document:
         InvalidArgument: naming the path in the document.
     """
     try:
-        raw = json.loads(text, object_pairs_hook=_distinct_keys, parse_constant=_no_constant)
+        raw = json.loads(text, object_pairs_hook=distinct_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"config_snapshot is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -269,16 +269,3 @@ def _check_distinct(names: Iterable[str], key: str, *, what: str = "name") -> No
         if name in seen:
             raise InvalidArgument(f"{ROOT}.{key} has {what} {name!r} twice")
         seen.add(name)
-
-
-def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key!r} twice in one object")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
