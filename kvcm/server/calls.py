@@ -1,0 +1,235 @@
+"""One call of an RPC, the same for both transports: bytes in, bytes out.
+
+An `Endpoint` parses the request, runs the service's handler, puts what came of it into the
+response's header, and encodes the response. Application errors become codes there; only errors of
+the transport (a body that does not parse, a reply that is too large) leave it as exceptions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvcm.cache.api import WireForm
+from kvcm.core import limits
+from kvcm.core.clock import Clock
+from kvcm.core.errors import (
+    ErrorCode,
+    InternalError,
+    InvalidArgument,
+    KvcmError,
+    MalformedRequest,
+    ReplyTooLarge,
+    wire_code,
+)
+from kvcm.core.keys import KeyBatch
+from kvcm.server import fastpb, jsonwire
+from kvcm.server.callstats import CallStats
+
+log = logging.getLogger(__name__)
+
+Req = TypeVar("Req", bound=Message)
+Resp = TypeVar("Resp", bound=Message)
+Handler = Callable[["Call[Any, Any]"], Awaitable[None]]
+
+PACKED_FIELDS = ("block_keys", "token_ids")
+LIST_FIELD = "locations"
+"""The list that the cache hands over already encoded."""
+
+
+@dataclass(slots=True)
+class Call(Generic[Req, Resp]):
+    """A call under way.
+
+    A handler fills ``response`` (all but header and ``locations``) and ``body``, the entries of
+    ``locations`` in ``form``. ``lost`` is called when the reply cannot be delivered.
+    """
+
+    request: Req
+    response: Resp
+    form: WireForm
+    packed: dict[str, KeyBatch] = field(default_factory=dict)
+    """``block_keys`` or ``token_ids`` that were not decoded into ``request``."""
+    body: bytes = b""
+    reason: str = ""
+    lost: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An encoded response; ``lost`` is to be called when it could not be sent."""
+
+    body: bytes
+    lost: Callable[[], None] | None = None
+
+
+class Header(Protocol):
+    """CommonResponseHeader of either package."""
+
+    status: Any
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all endpoints share."""
+
+    clock: Clock
+    stats: CallStats
+    require_leader: Callable[[], None]
+
+
+class Endpoint:
+    """One RPC of one service."""
+
+    def __init__(
+        self,
+        context: Context,
+        descriptor: Any,
+        request_type: type[Message],
+        response_type: type[Message],
+        handler: Handler,
+        *,
+        leader_only: bool,
+    ) -> None:
+        self._context = context
+        self._handler = handler
+        self._leader_only = leader_only
+        fields = request_type.DESCRIPTOR.fields_by_name
+        self._packed = {fields[name].number: name for name in PACKED_FIELDS if name in fields}
+        self.name: str = descriptor.name
+        self.request_type = request_type
+        self.response_type = response_type
+
+    @property
+    def json_name(self) -> str:
+        """The method as the HTTP path has it: lowerCamelCase."""
+        return self.name[0].lower() + self.name[1:]
+
+    @property
+    def grants(self) -> bool:
+        """Whether a reply may hand out something that is to be taken back when it is lost."""
+        return "write_session_id" in self.response_type.DESCRIPTOR.fields_by_name
+
+    async def call(self, data: bytes, form: WireForm) -> Reply:
+        """Run one call.
+
+        Args:
+            data: the request's bytes, protobuf or JSON as ``form`` says.
+
+        Raises:
+            MalformedRequest: the bytes do not parse.
+            ReplyTooLarge: the answer exceeds the reply limit.
+        """
+        started = self._context.clock.monotonic()
+        code = ErrorCode.INVALID_ARGUMENT
+        try:
+            call = self._parse(data, form)
+            code, message = await self._run(call)
+        finally:
+            self._context.stats.record(
+                self.name, code, self._context.clock.monotonic() - started
+            )
+        return Reply(self._encode(call, code, message), call.lost)
+
+    def _parse(self, data: bytes, form: WireForm) -> Call[Any, Any]:
+        if form is WireForm.JSON:
+            request: Message = jsonwire.parse(data, self.request_type)
+            if not self._packed:
+                return Call(request, self.response_type(), form)
+            # Keys travel on as packed varints, the form that extents are compared in.
+            data = request.SerializeToString()
+        try:
+            split = fastpb.split(data, self._packed) if self._packed else None
+            if split is not None:
+                request = self.request_type.FromString(split.rest)
+                name = self._packed[split.number]
+                if not getattr(request, name):
+                    return Call(request, self.response_type(), form, {name: split.values})
+            return Call(self.request_type.FromString(data), self.response_type(), form)
+        except DecodeError:
+            raise MalformedRequest(
+                f"{self.name}: the body is not a {self.request_type.DESCRIPTOR.full_name}"
+            ) from None
+
+    async def _run(self, call: Call[Any, Any]) -> tuple[ErrorCode, str]:
+        try:
+            if len(call.request.trace_id) > limits.TRACE_ID_BYTES_MAX:
+                raise InvalidArgument(
+                    f"trace_id is longer than {limits.TRACE_ID_BYTES_MAX} characters"
+                )
+            if self._leader_only:
+                self._context.require_leader()
+            await self._handler(call)
+        except ReplyTooLarge:
+            raise
+        except KvcmError as error:
+            call.response = self.response_type()
+            call.body = b""
+            call.reason = error.reason
+            if isinstance(error, InternalError):
+                log.error("%s failed: %s", self.name, error)
+            return wire_code(error), str(error)
+        except Exception:
+            call.response = self.response_type()
+            call.body = b""
+            log.exception("%s failed", self.name)
+            return ErrorCode.INTERNAL_ERROR, "internal error; the server's log has the details"
+        return ErrorCode.OK, ""
+
+    def _encode(self, call: Call[Any, Any], code: ErrorCode, message: str) -> bytes:
+        response = call.response
+        trace_id = call.request.trace_id[: limits.TRACE_ID_BYTES_MAX]
+        fill_header(response.header, trace_id, self._context.clock, code, message, call.reason)
+        if call.form is WireForm.PROTO:
+            encoded: bytes = response.SerializeToString()
+            return encoded + call.body if call.body else encoded
+        if call.body:
+            return jsonwire.render(response, {LIST_FIELD: b"[" + call.body + b"]"})
+        return jsonwire.render(response)
+
+
+def fill_header(
+    header: Header, trace_id: str, clock: Clock, code: ErrorCode, message: str, reason: str
+) -> None:
+    """Set status (present even when it says nothing) and request id."""
+    status = header.status
+    status.code = code
+    if message:
+        status.message = message
+    if reason:
+        status.reason = reason
+    header.request_id = f"{trace_id}_{int(clock.now() * 1e6)}"
+
+
+def endpoints_of(
+    context: Context,
+    service: Any,
+    module: Any,
+    handlers: object,
+    *,
+    answered_by_all: frozenset[str] = frozenset(),
+) -> list[Endpoint]:
+    """One endpoint for every method of a service descriptor.
+
+    Args:
+        service: the ServiceDescriptor.
+        module: the generated module with its message classes.
+        handlers: has one coroutine method per RPC, of the same name.
+        answered_by_all: RPCs that are answered without being the leader.
+    """
+    return [
+        Endpoint(
+            context,
+            method,
+            getattr(module, method.input_type.name),
+            getattr(module, method.output_type.name),
+            getattr(handlers, method.name),
+            leader_only=method.name not in answered_by_all,
+        )
+        for method in service.methods
+    ]

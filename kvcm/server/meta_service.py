@@ -1,0 +1,134 @@
+"""The handlers of MetaService, for both transports (wire.md §2, §4, §5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvcm.cache.api import CacheService, StartWriteAnswer
+from kvcm.core.errors import InstanceNotExist
+from kvcm.core.mask import BlockMask
+from kvcm.core.storage_configs import storage_configs_json
+from kvcm.core.types import Instance, StorageConfig
+from kvcm.registry.registry import Registry
+from kvcm.server import pb_entities, requests
+from kvcm.server.calls import Call
+
+log = logging.getLogger(__name__)
+
+AnyCall = Call[Any, Any]
+
+
+class MetaService:
+    """What engines call.
+
+    Args:
+        available: whether the storage of that name can be used now.
+    """
+
+    def __init__(
+        self, registry: Registry, cache: CacheService, available: Callable[[str], bool]
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._available = available
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def drained(self) -> None:
+        """Wait for what was started on behalf of callers that are gone."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def RegisterInstance(self, call: AnyCall) -> None:
+        instance = await self.register(call.request)
+        call.response.storage_configs = storage_configs_json(self._candidates(instance))
+
+    async def register(self, request: Any) -> Instance:
+        """Register and prepare the instance of a RegisterInstanceRequest of either package."""
+        instance = await self._registry.register_instance(pb_entities.instance_of(request))
+        self._cache.prepare_instance(instance.instance_id)
+        return instance
+
+    async def GetInstanceInfo(self, call: AnyCall) -> None:
+        instance = self.instance(call.request.instance_id)
+        call.response.instance_group = instance.instance_group
+        group = self._registry.view.groups.get(instance.instance_group)
+        pb_entities.fill_instance_info(call.response.instance_info, instance, group)
+
+    def instance(self, instance_id: str) -> Instance:
+        """Raises InstanceNotExist."""
+        instance = self._registry.view.instances.get(instance_id)
+        if instance is None:
+            raise InstanceNotExist(f"instance {instance_id!r} is not registered")
+        return instance
+
+    async def GetCacheLocation(self, call: AnyCall) -> None:
+        answer = await self._cache.lookup(requests.lookup_request(call))
+        call.body = answer.body
+
+    async def GetCacheMeta(self, call: AnyCall) -> None:
+        answer = await self._cache.get_meta(requests.meta_request(call))
+        call.body = answer.body
+        call.response.metas.extend(answer.metas)
+
+    async def StartWriteCache(self, call: AnyCall) -> None:
+        request = requests.start_write_request(call)
+        # Shielded: once granted, only the session's id can give it back.
+        granting = asyncio.ensure_future(self._cache.start_write(request))
+        self._keep(granting)
+
+        def give_back() -> None:
+            self._keep(asyncio.ensure_future(self._give_back(request.instance_id, granting)))
+
+        try:
+            answer = await asyncio.shield(granting)
+        except asyncio.CancelledError:
+            give_back()
+            raise
+        call.lost = give_back
+        call.body = answer.body
+        call.reason = answer.reason
+        call.response.write_session_id = answer.session_id
+        _fill_mask(call.response.block_mask, answer.mask)
+
+    async def FinishWriteCache(self, call: AnyCall) -> None:
+        await self._cache.finish_write(requests.finish_write_request(call))
+
+    async def RemoveCache(self, call: AnyCall) -> None:
+        await self._cache.remove(requests.remove_request(call))
+
+    async def TrimCache(self, call: AnyCall) -> None:
+        await self._cache.trim(requests.trim_request(call))
+
+    def _candidates(self, instance: Instance) -> list[tuple[StorageConfig, bool]]:
+        view = self._registry.view
+        group = view.groups.get(instance.instance_group)
+        names = set(group.storage_candidates) if group is not None else set()
+        return [
+            (view.storages[name], self._available(name)) for name in names & view.storages.keys()
+        ]
+
+    async def _give_back(
+        self, instance_id: str, granting: asyncio.Future[StartWriteAnswer]
+    ) -> None:
+        try:
+            answer = await granting
+            await self._cache.abandon(instance_id, answer.session_id)
+        except Exception as error:
+            # Nobody waits for this; what is not given back now expires with its session.
+            log.info("a write of instance %r was not given back: %s", instance_id, error)
+
+    def _keep(self, task: asyncio.Future[Any]) -> None:
+        if isinstance(task, asyncio.Task):
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+def _fill_mask(message: Any, mask: BlockMask) -> None:
+    if mask.values is None:
+        message.offset = mask.offset or 0
+    else:
+        message.bool_masks.SetInParent()
+        message.bool_masks.values.extend(mask.values)

@@ -1,0 +1,340 @@
+"""The settings of a manager: one typed tree, from flags, environment, a TOML file and defaults.
+
+Earlier sources win: flags, then ``KVCM_…`` variables (sections joined by ``__``, as in
+``KVCM_CACHE__REPLY_BYTES_MAX``), then the TOML file, then the defaults below. Unknown keys are
+errors everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvcm.core import limits
+from kvcm.core.errors import ConfigError
+
+ENV_PREFIX = "KVCM_"
+CONFIG_VARIABLE = "KVCM_CONFIG"
+HIDDEN = "***"
+
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+# What Kubernetes puts into the environment of pods for a Service named "kvcm".
+_SERVICE_LINK = re.compile(r"KVCM_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)\Z")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class CacheOptions(_Section):
+    """Limits of lookups and writes."""
+
+    reply_bytes_max: int = Field(limits.REPLY_BYTES_DEFAULT, ge=1 << 16, le=1 << 30)
+    """A prefix answer is cut here; a batch answer above it is refused."""
+    read_cache_bytes: int = Field(512 << 20, ge=1 << 20)
+    """Memory for records and encoded answers."""
+    write_timeout_s_default: int = Field(limits.WRITE_TIMEOUT_S_DEFAULT, ge=1)
+    write_timeout_s_max: int = Field(limits.WRITE_TIMEOUT_S_MAX, ge=1)
+    grace_s_min: float = Field(limits.GRACE_S_MIN, ge=0, allow_inf_nan=False)
+    """Bytes of a retired block stay readable at least this long."""
+    shards_max: int = Field(64, ge=limits.SHARDS_MIN, le=limits.SHARDS_MAX)
+    """Upper bound of an instance's shards."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CacheOptions:
+        if self.write_timeout_s_default > self.write_timeout_s_max:
+            raise ValueError("write_timeout_s_default is above write_timeout_s_max")
+        return self
+
+
+class RocksDbOptions(_Section):
+    """The embedded index store."""
+
+    sync: bool = False
+    """fsync every commit. Off: nothing is lost when the process dies; a power loss may take
+    the commits of the last moments."""
+    cache_bytes: int = Field(64 << 20, ge=0)
+    """RocksDB's block cache."""
+
+
+class Settings(_Section):
+    """Everything that can be set. Ports of 0 mean any free port."""
+
+    host: str = "127.0.0.1"
+    rpc_port: int = Field(6381, ge=0, le=65535)
+    http_port: int = Field(6382, ge=0, le=65535)
+    admin_rpc_port: int = Field(6491, ge=0, le=65535)
+    admin_http_port: int = Field(6492, ge=0, le=65535)
+    data_dir: Path = Path("kvcm-data")
+    registry_url: str = ""
+    """Default: SQLite in the data directory."""
+    index_url: str = ""
+    """``rocksdb:PATH`` or ``memory:``; default: RocksDB in the data directory."""
+    bootstrap: Path | None = None
+    """Storages and groups to create when the registry is empty."""
+    log_level: LogLevel = "info"
+    log_format: Literal["text", "json"] = "text"
+    receive_bytes_max: int = Field(limits.RECEIVE_BYTES_DEFAULT, ge=1 << 16, le=(1 << 31) - 1)
+    """Largest request on either transport."""
+    drain_s: float = Field(10.0, ge=0, le=3_600, allow_inf_nan=False)
+    """How long a stopping manager waits for calls under way."""
+    probe_period_s: float = Field(5.0, gt=0, allow_inf_nan=False)
+    """How often storages are probed and failed ones opened again."""
+    cache: CacheOptions = CacheOptions()
+    rocksdb: RocksDbOptions = RocksDbOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        data_dir = given.get("data_dir") or cls.model_fields["data_dir"].default
+        derived = {
+            "registry_url": f"sqlite:///{data_dir}/registry.db",
+            "index_url": f"rocksdb:{data_dir}/index",
+        }
+        return given | {key: value for key, value in derived.items() if not given.get(key)}
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        host = value.strip().removeprefix("[").removesuffix("]")
+        if not host:
+            raise ValueError("is empty")
+        return host
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("index_url")
+    @classmethod
+    def _known_index(cls, value: str) -> str:
+        scheme, _, path = value.partition(":")
+        if scheme == "memory" or (scheme == "rocksdb" and path):
+            return value
+        raise ValueError("is neither rocksdb:PATH nor memory:")
+
+    @model_validator(mode="after")
+    def _ports_apart(self) -> Settings:
+        if self.http_port and self.http_port == self.admin_http_port:
+            raise ValueError(
+                f"http_port and admin_http_port are both {self.http_port}; the two share method "
+                "names, so each needs its own port (0 takes a free one)"
+            )
+        named = {
+            name: getattr(self, name)
+            for name in ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
+        }
+        for rpc in ("rpc_port", "admin_rpc_port"):
+            for http in ("http_port", "admin_http_port"):
+                if named[rpc] and named[rpc] == named[http]:
+                    raise ValueError(f"{rpc} and {http} are both {named[rpc]}")
+        return self
+
+
+class Layer(NamedTuple):
+    """One source: how it names a key to the user, and its values."""
+
+    spell: str
+    """Format with ``{flag}``, ``{env}`` and ``{key}``."""
+    values: dict[str, Any]
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> Settings:
+    """The effective settings.
+
+    Args:
+        flags: dotted key → value, as given on the command line; None values count as absent.
+        environ: the environment; ``KVCM_CONFIG`` names the file when ``config`` is None.
+
+    Raises:
+        ConfigError: one line that names the key, its source, and the nearest known key when the
+            key is unknown.
+    """
+    environ = os.environ if environ is None else environ
+    if config is None and environ.get(CONFIG_VARIABLE):
+        config = Path(environ[CONFIG_VARIABLE])
+    layers = [
+        *([_file_layer(config)] if config else []),
+        _env_layer(environ),
+        _flag_layer(flags or {}),
+    ]
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        _merge(merged, layer.values)
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, layers)) from None
+
+
+def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings that hold a value."""
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`` (did you mean …?)`` for a misspelt word, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def to_dict(settings: Settings) -> dict[str, Any]:
+    """Plain values with passwords hidden."""
+    values: dict[str, Any] = json.loads(settings.model_dump_json(exclude_none=True))
+    for key in ("registry_url", "index_url"):
+        values[key] = without_secrets(values[key])
+    return values
+
+
+def to_toml(settings: Settings) -> str:
+    """A TOML document that ``--config`` reads back (but for hidden passwords)."""
+    values = to_dict(settings)
+    lines = [f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict)]
+    for section, entries in values.items():
+        if isinstance(entries, dict):
+            lines += ["", f"[{section}]", *(f"{k} = {_toml(v)}" for k, v in entries.items())]
+    return "\n".join(lines) + "\n"
+
+
+_SECRET_PARAM = re.compile(r"((?:password|passwd|pwd|token|secret)[^=&]*)=[^&]*", re.IGNORECASE)
+
+
+def without_secrets(url: str) -> str:
+    """The URL with its password, and parameters that look like one, hidden."""
+    parts = urlsplit(url)
+    netloc = parts.netloc
+    if "@" in netloc:
+        user, _, host = netloc.rpartition("@")
+        if ":" in user:
+            netloc = f"{user.partition(':')[0]}:{HIDDEN}@{host}"
+    hidden = url.replace(parts.netloc, netloc, 1) if netloc != parts.netloc else url
+    base, mark, query = hidden.partition("?")
+    return base + mark + _SECRET_PARAM.sub(rf"\1={HIDDEN}", query)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        node = tree
+        *sections, last = key.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree
+
+
+def _flag_layer(flags: Mapping[str, Any]) -> Layer:
+    known = list(known_keys())
+    given = {key: value for key, value in flags.items() if value is not None}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown setting {key}{nearest(key, known)}")
+    return Layer("{flag}", _nest(given))
+
+
+def _env_layer(environ: Mapping[str, str]) -> Layer:
+    known = {_variable(key): key for key in known_keys()}
+    values: dict[str, str] = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == CONFIG_VARIABLE or _SERVICE_LINK.match(name):
+            continue
+        key = known.get(name.upper())
+        if key is None:
+            raise ConfigError(
+                f"unknown environment variable {name}{nearest(name.upper(), list(known))}"
+            )
+        values[key] = value
+    return Layer("{env}", _nest(values))
+
+
+def _file_layer(path: Path) -> Layer:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    return Layer(f"{{key}} in {path}".replace("{path}", str(path)), values)
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
+
+
+def _explain(error: ValidationError, layers: list[Layer]) -> str:
+    known = list(known_keys())
+    lines: list[str] = []
+    for problem in error.errors(include_url=False, include_input=False):
+        key = ".".join(str(part) for part in problem["loc"])
+        if not key:
+            lines.append(_plain(problem["msg"]))
+            continue
+        spelt = _spelling(key, layers)
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown setting {spelt}{nearest(key, known)}")
+        else:
+            lines.append(f"{spelt}: {_plain(problem['msg'])}")
+    return "; ".join(lines)
+
+
+def _plain(message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _spelling(key: str, layers: list[Layer]) -> str:
+    for layer in reversed(layers):
+        if _holds(layer.values, key.split(".")):
+            flag = "--" + key.replace("_", "-") if "." not in key else f"--set {key}"
+            return layer.spell.format(flag=flag, env=_variable(key), key=key)
+    return key
+
+
+def _holds(values: Mapping[str, Any], path: list[str]) -> bool:
+    node: Any = values
+    for part in path:
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
