@@ -159,9 +159,7 @@ class KeyBatch:
             if self.form is KeyForm.RAW:
                 self._count = len(self.data) // 8
             else:
-                self._count = int(
-                    np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80)
-                )
+                self._count = int(np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80))
         return self._count
 
     def array(self) -> array[int]:

@@ -12,14 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from kvcm.metaindex.ledger import ZERO, Delta
-from kvcm.metaindex.records import Extent, Phase, State
+from kvcm.metaindex.records import Extent, Phase, Run, State
 
 
 class Entry:
     """One extent in memory. ``held`` is its share of the ledger (without trash).
 
     ``opened`` is set while it is open: the record itself, so that a finish reads nothing.
-    ``leaving`` hides it from StartWrite while its eviction is under way.
+    ``runs`` is set between loading and linking only. ``leaving`` hides it from StartWrite while its eviction is under way.
     """
 
     __slots__ = (
@@ -34,6 +34,7 @@ class Entry:
         "phase",
         "pinned",
         "pins",
+        "runs",
         "stamp_ms",
         "stamped",
         "state",
@@ -62,6 +63,7 @@ class Entry:
         self.keep_until = 0.0
         self.opened: Extent | None = None
         self.state: State | None = None
+        self.runs: tuple[Run, ...] | None = None
 
 
 class Book:

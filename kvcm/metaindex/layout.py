@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvcm.core.storage import ObjectRef, SpecSlots
 from kvcm.metaindex import bits
 from kvcm.metaindex.records import Extent, Phase, State
-from kvcm.core.storage import ObjectRef, SpecSlots
 
 
 def spec_slots(extent: Extent) -> list[SpecSlots]:
@@ -27,9 +27,7 @@ def spec_positions(extent: Extent) -> list[int]:
     """For each spec the bit set of positions that carry it."""
     everything = bits.ones(extent.count)
     if not extent.subset_of:
-        return [
-            everything if extent.spec_sets[0] >> s & 1 else 0 for s in range(len(extent.specs))
-        ]
+        return [everything if extent.spec_sets[0] >> s & 1 else 0 for s in range(len(extent.specs))]
     by_subset = [
         bits.from_flags([b == i for b in extent.subset_of]) for i in range(len(extent.spec_sets))
     ]

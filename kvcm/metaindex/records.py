@@ -94,7 +94,8 @@ class State:
     """The mutable part. Bit sets are over positions.
 
     ``serving`` are the published blocks, ``finished`` the mask the client finished with,
-    ``cancelled`` blocks that RemoveCache or Trim took from an open session.
+    ``cancelled`` blocks that RemoveCache or Trim took from an open session. ``dead`` are the bytes
+    of retired slots whose object still holds a live block.
     """
 
     version: bytes
@@ -105,6 +106,7 @@ class State:
     cancelled: int = 0
     finished_ms: int = 0
     cause: Cause = Cause.NONE
+    dead: int = 0
 
     def next(self, version: bytes, **changes: Any) -> State:
         """A changed copy under a new version."""
@@ -245,6 +247,7 @@ def encode_state(state: State) -> bytes:
                 bits.to_bytes(state.cancelled),
                 state.finished_ms,
                 int(state.cause),
+                state.dead,
             )
         )
     )
@@ -269,6 +272,7 @@ def decode_state(data: bytes) -> State:
             cancelled=bits.from_bytes(f[4]),
             finished_ms=int(f[5]),
             cause=Cause(f[6]),
+            dead=int(f[7]),
         )
     except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"extent state: {error}") from error

@@ -1,0 +1,190 @@
+"""Claims and commits of one instance's shards (design.md §3 "Claims").
+
+A shard is touched only after it was claimed. Every commit's counters are mirrored here and in the
+ledger as soon as it is known to have been applied. After an unknown outcome, or a stale fence, the
+shard counts as unclaimed; the next touch claims it with a higher number, takes its counters as they
+are, and has its extents read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcm.core.errors import OutcomeUnknown, StaleFence
+from kvcm.core.limits import HOME_SHARDS
+from kvcm.metaindex.ledger import Delta, from_counters
+from kvcm.metaindex.store import Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
+
+_MIX = 0x9E3779B97F4A7C15
+_MIX_U64 = np.uint64(_MIX)
+_MASK = (1 << 64) - 1
+
+
+def shard_of(key: int, shard_count: int) -> int:
+    """The row shard of a key; ``shard_count`` is a power of two."""
+    return ((key * _MIX) & _MASK) >> 40 & (shard_count - 1)
+
+
+def shards_of(keys: npt.NDArray[np.int64], shard_count: int) -> npt.NDArray[np.int64]:
+    """``shard_of`` of many keys at once."""
+    mixed = keys.view(np.uint64) * _MIX_U64
+    return ((mixed >> np.uint64(40)) & np.uint64(shard_count - 1)).astype(np.int64)
+
+
+class ClaimNumbers:
+    """Fences of this leader: one epoch, claims numbered upwards."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._n = 0
+
+    def next(self) -> Fence:
+        """A fence higher than all before."""
+        self._n += 1
+        return Fence(self.epoch, self._n)
+
+
+class Shards:
+    """The shards of one instance.
+
+    Args:
+        count_changed: called with (storage, delta) for every change of the instance's usage.
+        reload: called after a home shard was claimed again; re-reads its extents.
+        lost: called with a shard number whose store went back in time.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        space: bytes,
+        numbers: ClaimNumbers,
+        count_changed: Callable[[str, Delta], None],
+        reload: Callable[[int], Awaitable[None]],
+        lost: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._space = space
+        self._numbers = numbers
+        self._count_changed = count_changed
+        self._reload = reload
+        self._lost = lost
+        self._fences: dict[int, Fence] = {}
+        self._known: dict[int, dict[bytes, int]] = {}
+        self._commits: dict[int, int] = {}
+        self._suspect: set[int] = set()
+        self._claiming = asyncio.Lock()
+
+    def id(self, number: int) -> ShardId:
+        """The store's name of a shard."""
+        return ShardId(self._space, number)
+
+    async def ensure(self, numbers: Iterable[int]) -> None:
+        """Claim those that are not claimed yet.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: a claim failed.
+        """
+        fences = self._fences
+        wanted = [n for n in dict.fromkeys(numbers) if n not in fences]
+        if wanted:
+            async with self._claiming:
+                await self._claim([n for n in wanted if n not in fences])
+
+    async def _claim(self, missing: list[int]) -> None:
+        if not missing:
+            return
+        fence = self._numbers.next()
+        claims = await self._store.claim([self.id(n) for n in missing], fence)
+        failure: Exception | None = None
+        again: list[int] = []
+        for number, claim in zip(missing, claims, strict=True):
+            if isinstance(claim, Exception):
+                failure = claim
+                continue
+            if claim.commit_number < self._commits.get(number, 0):
+                self._lost(number)
+            self._fences[number] = fence
+            self._commits[number] = claim.commit_number
+            self._take_counters(number, dict(claim.counters))
+            if number in self._suspect:
+                self._suspect.discard(number)
+                again.append(number)
+        for number in again:
+            if number < HOME_SHARDS:
+                await self._reload(number)
+        if failure is not None:
+            raise failure
+
+    def _take_counters(self, number: int, counters: dict[bytes, int]) -> None:
+        before = from_counters(self._known.get(number, {}))
+        after = from_counters(counters)
+        self._known[number] = counters
+        for storage in {**before, **after}:
+            delta = after.get(storage, Delta()) + -before.get(storage, Delta())
+            self._count_changed(storage, delta)
+
+    async def commit(
+        self, parts: Sequence[tuple[int, Sequence[Mutation]]]
+    ) -> list[Sequence[Outcome]]:
+        """Commit to several shards, each atomically.
+
+        Returns:
+            Outcomes per part, in order.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: at least one shard; others may have applied.
+        """
+        await self.ensure(number for number, _ in parts)
+        fences = {n: self._fences[n] for n, _ in parts}
+        commits = [ShardCommit(self.id(n), fences[n], muts) for n, muts in parts]
+        failure: Exception | None = None
+        outcomes: list[Sequence[Outcome]] = []
+        for (number, mutations), result in zip(
+            parts, await self._store.commit(commits), strict=True
+        ):
+            if result.error is not None:
+                failure = failure or result.error
+                if isinstance(result.error, OutcomeUnknown | StaleFence):
+                    self._doubt(number, fences[number])
+                outcomes.append(())
+                continue
+            self._commits[number] = max(self._commits[number], result.commit_number)
+            self._applied(number, mutations, result.outcomes)
+            outcomes.append(result.outcomes)
+        if failure is not None:
+            raise failure
+        return outcomes
+
+    def _doubt(self, number: int, fence: Fence) -> None:
+        # A commit sent before the latest claim says nothing about that claim.
+        if self._fences.get(number) == fence:
+            del self._fences[number]
+            self._suspect.add(number)
+
+    def _applied(
+        self, number: int, mutations: Sequence[Mutation], outcomes: Sequence[Outcome]
+    ) -> None:
+        known = self._known[number]
+        for mutation, outcome in zip(mutations, outcomes, strict=True):
+            if outcome is Outcome.APPLIED and mutation.counters:
+                for key, change in mutation.counters.items():
+                    known[key] = known.get(key, 0) + change
+                for storage, delta in from_counters(mutation.counters).items():
+                    self._count_changed(storage, delta)
+
+    @property
+    def claimed(self) -> int:
+        """Shards claimed now."""
+        return len(self._fences)
+
+    def usage(self) -> dict[str, Delta]:
+        """Sum of all claimed shards' counters by storage."""
+        total: dict[str, Delta] = {}
+        for counters in self._known.values():
+            for storage, delta in from_counters(counters).items():
+                total[storage] = total.get(storage, Delta()) + delta
+        return {k: v for k, v in total.items() if v != Delta()}
