@@ -5,19 +5,19 @@ from __future__ import annotations
 from kvcm.core.errors import (
     CapacityReached,
     DuplicateEntity,
+    EntityNotExist,
     ErrorCode,
     InstanceNotExist,
     InternalError,
     InvalidArgument,
     KvcmError,
+    NoStorage,
     NotLeader,
     NotReady,
-    StorageError,
-    Unsupported,
-    EntityNotExist,
-    NoStorage,
     OutcomeUnknown,
     SessionNotExist,
+    StorageError,
+    Unsupported,
     VersionConflict,
 )
 
