@@ -25,7 +25,7 @@ from kvcm.metaindex.store import (
     ShardId,
     Table,
 )
-from kvcm.metaindex.stores.common import add_counters, matches, pick, stale
+from kvcm.metaindex.stores.common import add_counters, below, matches, pick, stale
 from kvcm.metaindex.stores.rocksdb_layout import (
     FIRST_SPACE,
     META_TABLE,
@@ -43,6 +43,8 @@ _KEYS_A_LOOK = 64
 """Keys read between two looks at the clock."""
 _RECORDS_A_LOOK = 16
 """Records read between two looks at the clock; some are tens of KiB."""
+_RECORDS_NEAR = 8
+"""Records behind a random point that a sample picks one of, against gaps between the keys."""
 _SLICE_S = STEP_S_MAX / 2
 
 
@@ -161,20 +163,24 @@ class RocksStore:
             await asyncio.sleep(0)
 
     async def sample(self, shard: ShardId, table: Table, count: int) -> list[tuple[bytes, bytes]]:
-        """A table of few records is drawn from exactly; else what lies at or behind random points
-        between the first key and the last, so a record behind a wide gap comes up more often.
+        """A table of few records is drawn from exactly, a larger one at random points of its key
+        range: so records behind wide gaps come up more often. Keys are best spread evenly.
         """
         prefix = table_prefix(shard, table)
-        first = self._page(prefix, prefix, 2 * count + 1)
+        few: list[tuple[bytes, bytes]] = []
+        async for part in self.scan(shard, table, page=2 * count + 1):
+            few += part
+            if len(few) > 2 * count:
+                break
         last = self._last_key(prefix)
-        if not first or last is None or first[-1][0] == last:
-            return pick(first, count, self._clock)
+        if count <= 0 or last is None or few[-1][0] >= last:
+            return pick(few, count, self._clock)
         turn = _Turn(self._clock)
         found: dict[bytes, bytes] = {}
         for _ in range(count):
             if turn.is_over():
                 await turn.give()
-            self._find_other(prefix, point_between(first[0][0], last, self._clock), found)
+            self._find_other(prefix, point_between(few[0][0], last, self._clock), found)
         return list(found.items())
 
     async def count(self, shard: ShardId, table: Table) -> int:
@@ -375,16 +381,19 @@ class RocksStore:
         return key[len(prefix) :]
 
     def _find_other(self, prefix: bytes, point: bytes, found: dict[bytes, bytes]) -> None:
-        """Add the first record at or behind ``point`` that is not in ``found``, going round."""
-        with self._reading():
-            for start in (prefix + point, prefix):
-                for full, value in self._items(start):
-                    if not full.startswith(prefix):
-                        break
-                    key = full[len(prefix) :]
-                    if key not in found:
-                        found[key] = value
+        """Add one of the records behind ``point``, going round, that is not in ``found``."""
+        skip = len(prefix)
+        for start in (prefix + point, prefix):
+            items = self._items(start)
+            with self._reading():
+                while part := list(islice(items, _RECORDS_NEAR)):
+                    near = [item for item in part if item[0].startswith(prefix)]
+                    if fresh := [item for item in near if item[0][skip:] not in found]:
+                        key, value = fresh[below(len(fresh), self._clock)]
+                        found[key[skip:]] = value
                         return
+                    if len(near) < len(part):
+                        break
 
     def _spaces_from(self, start: bytes, found: list[bytes]) -> bytes | None:
         """Add the spaces found in one slice of time; where to go on, None at the end."""

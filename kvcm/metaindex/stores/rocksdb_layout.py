@@ -83,7 +83,8 @@ def after(prefix: bytes) -> bytes:
 
 def table_prefixes(shard: ShardId) -> list[bytes]:
     """The prefix of every table, by number, meta's included."""
-    return [table_prefix(shard, table) for table in range(max(Table) + 1)]
+    prefix = shard_prefix(shard)
+    return [b"%b%c" % (prefix, table) for table in range(max(Table) + 1)]
 
 
 def point_between(first: bytes, last: bytes, clock: Clock) -> bytes:

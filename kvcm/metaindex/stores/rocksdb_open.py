@@ -60,7 +60,9 @@ def _options(cache_bytes: int, write_buffer_bytes: int) -> rocksdict.Options:
     # Filters and indexes in the cache too, or memory would grow with the data.
     tables.set_cache_index_and_filter_blocks(True)
     tables.set_pin_l0_filter_and_index_blocks_in_cache(True)
-    tables.set_block_size(8 * 1024)
+    tables.set_block_size(4 * 1024)
+    tables.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
+    tables.set_data_block_hash_ratio(0.75)
     tables.set_format_version(5)
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
