@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -10,7 +10,31 @@ _SIGN = 1 << 63
 _HIGH32 = 0xFFFFFFFF00000000
 
 
-def token_block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
+class TokenHasher:
+    """The running hash, fed in pieces. ``keys`` are those of the full blocks so far."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._h = 0
+        self._filled = 0
+        self.keys: list[int] = []
+
+    def update(self, tokens: Iterable[int]) -> None:
+        """Hash further int64 token ids."""
+        h, filled, size = self._h, self._filled, self._block_size
+        for token in tokens:
+            right = h >> 32
+            if h & _SIGN:
+                right |= _HIGH32
+            h ^= (token + _GOLDEN + (h << 12) + right) & _MASK
+            filled += 1
+            if filled == size:
+                filled = 0
+                self.keys.append(h - (1 << 64) if h & _SIGN else h)
+        self._h, self._filled = h, filled
+
+
+def token_block_keys(tokens: Iterable[int], block_size: int) -> list[int]:
     """Keys of the full blocks of ``tokens``; the tail is dropped.
 
     Args:
@@ -20,14 +44,6 @@ def token_block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
     Returns:
         ``len(tokens) // block_size`` int64 keys, each covering the whole prefix up to its block.
     """
-    keys: list[int] = []
-    h = 0
-    count = len(tokens) // block_size * block_size
-    for start in range(0, count, block_size):
-        for token in tokens[start : start + block_size]:
-            right = h >> 32
-            if h & _SIGN:
-                right |= _HIGH32
-            h ^= (token + _GOLDEN + (h << 12) + right) & _MASK
-        keys.append(h - (1 << 64) if h & _SIGN else h)
-    return keys
+    hasher = TokenHasher(block_size)
+    hasher.update(tokens)
+    return hasher.keys

@@ -181,6 +181,13 @@ class KeyBatch:
         value, _ = read_varint(self.data, offset)
         return value - (1 << 64) if value >> 63 else value
 
+    def index_at(self, offset: int) -> int:
+        """The index of the key whose bytes begin at ``offset`` of ``data``."""
+        if self.form is KeyForm.RAW:
+            return offset // 8
+        head = np.frombuffer(self.data, dtype=np.uint8, count=offset)
+        return int(np.count_nonzero(head < 0x80))
+
     def offset_of(self, index: int) -> int:
         """Byte offset in ``data`` of the key at ``index`` (its length at ``len(self)``)."""
         if self.form is KeyForm.RAW:
@@ -191,6 +198,16 @@ class KeyBatch:
             return len(self.data)
         ends = np.flatnonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80)
         return int(ends[index - 1]) + 1
+
+    def raw(self) -> bytes:
+        """The keys as raw little-endian int64.
+
+        Raises:
+            InvalidArgument: malformed varints.
+        """
+        if self.form is KeyForm.RAW:
+            return self.data
+        return KeyBatch.from_array(self.array()).data
 
     def select(self, keep: Sequence[bool]) -> KeyBatch:
         """The keys at the positions where ``keep`` is true, in order."""

@@ -48,15 +48,16 @@ class Selector:
 class Answers:
     """Encoded locations of an extent: entry i is ``data[offsets[i]:offsets[i + 1]]``.
 
-    ``ok`` are the positions that carry every spec asked for.
+    ``ok`` are the positions that serve and carry every spec asked for; ``whole``: all of them.
     """
 
-    __slots__ = ("data", "offsets", "ok")
+    __slots__ = ("data", "offsets", "ok", "whole")
 
     def __init__(self, data: bytes, offsets: array[int], ok: int) -> None:
         self.data = data
         self.offsets = offsets
         self.ok = ok
+        self.whole = ok == bits.ones(len(offsets) - 1)
 
 
 def owner_of(cluster_uid: str, instance_uid: str, extent: Extent) -> ExtentName:
@@ -141,8 +142,10 @@ def frame(entries: Sequence[bytes], tag: bytes, as_json: bool) -> list[bytes]:
     return [prefix[len(e)] + e for e in entries]
 
 
-def build(extent: Extent, owner: ExtentName, storage: Addresses, selector: Selector) -> Answers:
-    """Encode all blocks of an extent for one kind of request."""
+def build(
+    extent: Extent, serving: int, owner: ExtentName, storage: Addresses, selector: Selector
+) -> Answers:
+    """Encode all blocks of an extent for one kind of request; ``ok`` is within ``serving``."""
     entries = location_entries(extent, owner, storage, selector.asked, selector.json)
     framed = frame(entries, LOOKUP_TAG, selector.json)
     offsets = array("I", [0])
@@ -150,7 +153,7 @@ def build(extent: Extent, owner: ExtentName, storage: Addresses, selector: Selec
     for entry in framed:
         total += len(entry)
         offsets.append(total)
-    return Answers(b"".join(framed), offsets, carrying(extent, selector.asked))
+    return Answers(b"".join(framed), offsets, carrying(extent, selector.asked) & serving)
 
 
 def carrying(extent: Extent, asked: int) -> int:

@@ -19,7 +19,8 @@ class Entry:
     """One extent in memory. ``held`` is its share of the ledger (without trash).
 
     ``opened`` is set while it is open: the record itself, so that a finish reads nothing.
-    ``runs`` is set between loading and linking only. ``leaving`` hides it from StartWrite while its eviction is under way.
+    ``runs`` is set between loading and linking only. ``leaving`` hides it from StartWrite while its
+    eviction is under way.
     """
 
     __slots__ = (

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import CorruptRecord, InternalError, OutcomeUnknown, StaleFence
+from kvcm.core.keys import array_of
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.core.types import Instance, StorageType
 from kvcm.metaindex import bits, records
@@ -70,7 +71,8 @@ class InstanceIndex:
         self.closed = False
         self.loaded = False
         self.lost_writes = 0
-        self.rows: dict[int, Ref | list[Ref]] = {}
+        self.rows: dict[int, tuple[Ref, ...]] = {}
+        self.row_generation = 0
         self.book = Book(shared.order_of(self.group))
         self.trash: dict[bytes, Trash] = {}
         self.sessions = SessionIds(shared.secret, self.uid)
@@ -98,6 +100,14 @@ class InstanceIndex:
         if found is None:
             found = self._selectors[as_json, asked] = Selector(as_json, asked)
         return found
+
+    def raise_trim(self, trim: int) -> None:
+        """Everything granted under a lower trim number is dead from now on."""
+        self.trim = trim
+        self.row_generation += 1
+        for number in range(HOME_SHARDS):
+            self._generation[number] += 1
+        self.shared.cache.clear_instance(self.rows)
 
     def usable(self, extent: Extent, state: State) -> bool:
         """Whether rows to this extent count: not retired, aborted or trimmed."""
@@ -259,7 +269,11 @@ class InstanceIndex:
             if view is not None and view.rows is self.rows:
                 out[extent_id] = view
             elif not self._known_gone(extent_id):
-                missing.append(extent_id)
+                opened = self._view_of_open(extent_id)
+                if opened is None:
+                    missing.append(extent_id)
+                else:
+                    out[extent_id] = opened
         if missing:
             before = list(self._generation)
             for extent_id, found in (await self._read(missing)).items():
@@ -270,6 +284,23 @@ class InstanceIndex:
                 if before[home_shard(extent_id)] == self._generation[home_shard(extent_id)]:
                     cache.put(view)
         return out
+
+    def _view_of_open(self, extent_id: bytes) -> View | None:
+        entry = self.book.entries.get(extent_id)
+        if entry is None or entry.opened is None or entry.state is None:
+            return None
+        view = self.view(entry.opened, entry.state)
+        self.shared.cache.put(view)
+        return view
+
+    def link(self, key: int, refs: Sequence[Ref], generation: int) -> None:
+        """Remember a row read at ``row_generation`` == ``generation``, if it still holds.
+
+        All its extents must be cached, since a row leaves with them.
+        """
+        cached = self.shared.cache.views
+        if generation == self.row_generation and all(cached.get(view.extent.extent_id) is view for view, _ in refs):
+            self.shared.cache.link(key, refs)
 
     def _known_gone(self, extent_id: bytes) -> bool:
         if not self.loaded:
@@ -493,8 +524,18 @@ class InstanceIndex:
         entry.keep_until = deadline
         self.book.add(entry)
         self.book.expect(entry, deadline)
-        await self.shards.commit(self._row_commits(extent, old_refs))
+        self._unlink(extent)
+        try:
+            await self.shards.commit(self._row_commits(extent, old_refs))
+        finally:
+            self._unlink(extent)
         return entry
+
+    def _unlink(self, extent: Extent) -> None:
+        self.row_generation += 1
+        if self.rows:
+            for key in array_of(extent.keys):
+                self.rows.pop(key, None)
 
     def _row_commits(
         self, extent: Extent, old_refs: Mapping[int, RowRefs]

@@ -58,7 +58,7 @@ class View:
         storage: Addresses | None,
         entry: Entry | None,
         cache: ReadCache,
-        rows: dict[int, Ref | list[Ref]],
+        rows: dict[int, tuple[Ref, ...]],
     ) -> None:
         self.cache = cache
         self.extent = extent
@@ -109,8 +109,7 @@ class View:
             return None
         if self._more is not None and selector in self._more:
             return self._more[selector]
-        made = answers.build(self.extent, self.owner, self.storage, selector)
-        made.ok &= self.serving
+        made = answers.build(self.extent, self.serving, self.owner, self.storage, selector)
         self._grow(len(made.data) + 4 * len(made.offsets) + 200)
         if self._selector is None:
             self._selector, self._shown = selector, made
@@ -151,13 +150,7 @@ class View:
         self.alive = False
         self.following = None
         for key in self.row_keys:
-            refs = self.rows.get(key)
-            if refs is None:
-                continue
-            if type(refs) is tuple:
-                if refs[0] is self:
-                    del self.rows[key]
-            else:
+            if any(view is self for view, _ in self.rows.get(key, ())):
                 del self.rows[key]
         self.row_keys = []
         self._selector = self._shown = self._more = None
@@ -194,10 +187,9 @@ class ReadCache:
         if self.used_bytes > self.limit_bytes:
             self._shrink()
 
-    def link(self, key: int, refs: list[Ref]) -> None:
+    def link(self, key: int, refs: Sequence[Ref]) -> None:
         """Remember a row whose extents are all cached."""
-        rows = refs[0][0].rows
-        rows[key] = refs[0] if len(refs) == 1 else refs
+        refs[0][0].rows[key] = tuple(refs)
         for view, _ in refs:
             view.row_keys.append(key)
 
@@ -207,7 +199,7 @@ class ReadCache:
         if view is not None:
             view.drop()
 
-    def clear_instance(self, rows: dict[int, Ref | list[Ref]]) -> None:
+    def clear_instance(self, rows: dict[int, tuple[Ref, ...]]) -> None:
         """Drop all views of one instance (it was trimmed or removed)."""
         for extent_id in [e for e, v in self.views.items() if v.rows is rows]:
             self.invalidate(extent_id)

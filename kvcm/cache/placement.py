@@ -1,0 +1,101 @@
+"""Where a write goes, and how much of it the limits let through. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvcm.core.limits import BLOCKS_PER_EXTENT_MAX
+from kvcm.core.types import CachePreferStrategy, InstanceGroup, StorageType
+
+UNLIMITED = 1 << 62
+_PREFERRED = {
+    1: StorageType.HF3FS,
+    3: StorageType.MOONCAKE,
+    5: StorageType.TAIRMEMPOOL,
+    7: StorageType.VCNS_HF3FS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A storage that could take the write: ``room`` bytes by its type's quota."""
+
+    name: str
+    type: StorageType
+    used: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """How many leading blocks fit, and the limit that cut the rest ("" = none did)."""
+
+    count: int
+    reason: str
+
+
+def type_capacity(group: InstanceGroup, storage_type: StorageType) -> int:
+    """Bytes a group may hold on a type; a type without an entry has no limit of its own."""
+    for entry in group.quota.quota_config if group.quota else ():
+        if entry.storage_type == storage_type:
+            return entry.capacity
+    return UNLIMITED
+
+
+def group_capacity(group: InstanceGroup) -> int:
+    """Bytes a group may hold; a group without a quota message has no limit."""
+    return group.quota.capacity if group.quota is not None else UNLIMITED
+
+
+def key_limit(group: InstanceGroup) -> int:
+    """Locations an instance of the group may hold; 0 in the config is no limit."""
+    config = group.cache_config.meta_indexer_config if group.cache_config else None
+    return config.max_key_count if config and config.max_key_count > 0 else UNLIMITED
+
+
+def choose(
+    candidates: Sequence[Candidate], strategy: CachePreferStrategy, needed: int
+) -> Candidate | None:
+    """The storage for a write of ``needed`` bytes.
+
+    Candidates of the strategy's type come first (ALWAYS_x: they alone); within a type the least
+    used one. The first with room for everything wins, else the one with the most room.
+    """
+    preferred = _PREFERRED.get(strategy - 1 + strategy % 2)
+    only = strategy % 2 == 1
+    usable = [c for c in candidates if not only or c.type == preferred]
+    if not usable:
+        return None
+    first_seen = {c.type: -i for i, c in reversed(list(enumerate(usable)))}
+    ordered = sorted(usable, key=lambda c: (c.type != preferred, -first_seen[c.type], c.used))
+    for candidate in ordered:
+        if candidate.room >= needed:
+            return candidate
+    return max(ordered, key=lambda c: c.room)
+
+
+def grant(
+    sizes: Sequence[int], *, group_room: int, type_room: int, key_room: int
+) -> Grant:
+    """How many leading blocks of the given sizes (bytes) fit under all limits."""
+    limits = [
+        ("QUOTA_GROUP", _fitting(sizes, group_room)),
+        ("QUOTA_TYPE", _fitting(sizes, type_room)),
+        ("MAX_KEY_COUNT", max(0, min(len(sizes), key_room))),
+        ("EXTENT_SIZE", min(len(sizes), BLOCKS_PER_EXTENT_MAX)),
+    ]
+    reason, count = min(limits, key=lambda limit: limit[1])
+    return Grant(count, "" if count == len(sizes) else reason)
+
+
+def _fitting(sizes: Sequence[int], room: int) -> int:
+    if room >= UNLIMITED // 2:
+        return len(sizes)
+    count = 0
+    for total in accumulate(sizes):
+        if total > room:
+            break
+        count += 1
+    return count

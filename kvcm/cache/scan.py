@@ -1,0 +1,105 @@
+"""Which of a batch of keys have a place, in order, misses included (raw form)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvcm.core.keys import KeyForm
+from kvcm.metaindex import bits
+from kvcm.metaindex.instance import InstanceIndex, RowRefs
+from kvcm.metaindex.readcache import Ref, View
+
+_CHUNK_FIRST = 64
+_CHUNK_MAX = 2048
+
+
+class Segment(NamedTuple):
+    """Keys [start, start + length) of the request lie at ``position`` on of ``view``."""
+
+    start: int
+    length: int
+    view: View
+    position: int
+
+
+Usable = Callable[[View], int]
+"""Positions of a view that count, as a bit set."""
+
+
+class Scan:
+    """Scan stretches of a batch of keys; results accumulate.
+
+    Attributes:
+        segments: what was found, in request order.
+        others: for keys that were not found, the references of their rows that still hold a place.
+    """
+
+    def __init__(self, index: InstanceIndex, keys: array[int], raw: bytes) -> None:
+        self.index = index
+        self.keys = keys
+        self.raw = raw
+        self.segments: list[Segment] = []
+        self.others: dict[int, RowRefs] = {}
+        self._loaded: dict[int, list[Ref]] = {}
+        self._chunk = _CHUNK_FIRST
+
+    async def run(self, start: int, end: int, usable: Usable) -> None:
+        """Scan keys [start, end).
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: the store.
+        """
+        rows, keys = self.index.rows, self.keys
+        i = start
+        while i < end:
+            found: Sequence[Ref] | None = rows.get(keys[i])
+            if found is None:
+                found = self._loaded.get(keys[i])
+                if found is None:
+                    await self._fill(i, end)
+                    continue
+            i += self._take(i, end, found, usable) if found else 1
+
+    def _take(self, i: int, end: int, refs: Sequence[Ref], usable: Usable) -> int:
+        for view, position in refs:
+            ok = usable(view) if view.alive else 0
+            if not ok >> position & 1:
+                continue
+            count = min(view.match(position, KeyForm.RAW, self.raw, 8 * i), end - i)
+            count = min(count, bits.run_from(ok, position))
+            if count > 0:
+                view.hot = True
+                self.segments.append(Segment(i, count, view, position))
+                return count
+        kept = [
+            (v.extent.extent_id, p)
+            for v, p in refs
+            if v.live >> p & 1 and v.key_at(p) == self.raw[8 * i : 8 * i + 8]
+        ]
+        if kept:
+            self.others[i] = kept
+        return 1
+
+    async def _fill(self, i: int, end: int) -> None:
+        keys = list(self.keys[i : min(i + self._chunk, end)])
+        self._chunk = min(self._chunk * 4, _CHUNK_MAX)
+        generation = self.index.row_generation
+        rows = await self.index.rows_of(keys)
+        wanted = {e for refs in rows for e, _ in refs}
+        views = await self.index.views_of(wanted) if wanted else {}
+        for key, row in zip(keys, rows, strict=True):
+            self._loaded[key] = [(views[e], p) for e, p in row if e in views] if row else []
+        if self._loaded[keys[0]]:
+            self.index.link(keys[0], self._loaded[keys[0]], generation)
+
+    def missing(self, start: int, end: int) -> Iterator[int]:
+        """Indexes in [start, end) that no segment covers, ascending."""
+        i = start
+        for segment in self.segments:
+            if segment.start + segment.length <= start:
+                continue
+            yield from range(i, min(segment.start, end))
+            i = max(i, segment.start + segment.length)
+        yield from range(i, end)

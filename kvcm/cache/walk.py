@@ -1,0 +1,174 @@
+"""Prefix match by walking extents (design.md §6).
+
+Per extent: one row look-up, one memory comparison, one slice of the encoded answer. An extent
+remembers which one followed it last time; when the request's bytes go on with that one's keys, even
+the row look-up is saved, since equal keys in a serving extent are a hit by definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcm.core.keys import KeyBatch, KeyForm
+from kvcm.metaindex import bits
+from kvcm.metaindex.answers import Answers, Selector
+from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.readcache import Ref, View
+
+_READ_AHEAD_MAX = 2048
+
+
+class PrefixWalk:
+    """One prefix lookup over ``batch`` from byte ``at`` of its data on.
+
+    ``run`` goes as far as the cache reaches; ``fill`` then reads what is missing.
+
+    Attributes:
+        pieces: encoded locations, in order.
+        hits: matched keys.
+        views: the extents walked, in order.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_available",
+        "_loaded",
+        "at",
+        "batch",
+        "hits",
+        "index",
+        "multi_storage",
+        "pieces",
+        "room",
+        "selector",
+        "storage",
+        "views",
+    )
+
+    def __init__(
+        self,
+        index: InstanceIndex,
+        batch: KeyBatch,
+        at: int,
+        selector: Selector,
+        *,
+        multi_storage: bool,
+        room: int,
+    ) -> None:
+        self.index = index
+        self.batch = batch
+        self.at = at
+        self.selector = selector
+        self.multi_storage = multi_storage
+        self.room = room
+        self.pieces: list[bytes] = []
+        self.views: list[View] = []
+        self.hits = 0
+        self.storage: str | None = None
+        self._available: dict[str, bool] = {}
+        self._loaded: dict[int, list[Ref]] = {}
+        self._ahead = index.shared.store.read_ahead
+
+    def run(self) -> bool:
+        """Walk on; True when the lookup is complete, False when ``fill`` must read first."""
+        data, form, selector = self.batch.data, self.batch.form, self.selector
+        rows = self.index.rows
+        end = len(data)
+        packed = form is KeyForm.PACKED
+        previous = self.views[-1] if self.views else None
+        while self.at < end:
+            view = previous.following if previous is not None else None
+            if view is not None:
+                keys = view.key_bytes(form)[0] if packed else view.extent.keys
+                if (
+                    view.alive
+                    and data.startswith(keys, self.at)
+                    and view.extent.storage == self.storage
+                ):
+                    shown = view.shown(selector)
+                    if shown is not None and shown.whole and len(shown.data) <= self.room:
+                        self.pieces.append(shown.data)
+                        self.room -= len(shown.data)
+                        self.hits += len(shown.offsets) - 1
+                        self.at += len(keys)
+                        self.views.append(view)
+                        view.hot = True
+                        previous = view
+                        continue
+            key = self.batch.key_at(self.at)
+            refs: Sequence[Ref] | None = rows.get(key)
+            if refs is None:
+                refs = self._loaded.get(key)
+                if refs is None:
+                    return False
+            found = self._take(refs)
+            if found is None:
+                return True
+            if previous is not None and previous is not found:
+                previous.following = found
+            previous = found
+        return True
+
+    def _take(self, refs: Sequence[Ref]) -> View | None:
+        """Answer from the first usable reference; None ends the walk."""
+        for view, position in refs:
+            shown = view.shown(self.selector) if view.alive else None
+            if shown is None or not shown.ok >> position & 1 or not self._readable(view):
+                continue
+            count = view.match(position, self.batch.form, self.batch.data, self.at)
+            if not shown.whole:
+                count = min(count, bits.run_from(shown.ok, position))
+            if count <= 0:
+                continue
+            return self._append(view, shown, position, count)
+        return None
+
+    def _readable(self, view: View) -> bool:
+        name = view.extent.storage
+        if self.storage is not None and not self.multi_storage:
+            return name == self.storage
+        found = self._available.get(name)
+        if found is None:
+            found = self._available[name] = self.index.shared.storages.available(name)
+        return found
+
+    def _append(self, view: View, shown: Answers, position: int, count: int) -> View | None:
+        offsets = shown.offsets
+        start = offsets[position]
+        size = offsets[position + count] - start
+        cut = size > self.room
+        while size > self.room:
+            count -= 1
+            size = offsets[position + count] - start
+        if count <= 0:
+            return None
+        self.storage = view.extent.storage
+        self.pieces.append(shown.data[start : start + size])
+        self.room -= size
+        self.hits += count
+        key_offsets = view.key_bytes(self.batch.form)[1]
+        self.at += key_offsets[position + count] - key_offsets[position]
+        self.views.append(view)
+        view.hot = True
+        return None if cut else view
+
+    async def fill(self) -> None:
+        """Read the row at ``at``, and ahead of it in growing chunks, with its extents.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: the store.
+        """
+        if self._ahead <= 1:
+            keys = [self.batch.key_at(self.at)]
+        else:
+            array = self.batch.array()
+            index = self.batch.index_at(self.at)
+            keys = list(array[index : index + self._ahead])
+            self._ahead = min(self._ahead * 4, _READ_AHEAD_MAX)
+        generation = self.index.row_generation
+        rows = await self.index.rows_of(keys)
+        views = await self.index.views_of([e for refs in rows for e, _ in refs])
+        for key, row in zip(keys, rows, strict=True):
+            self._loaded[key] = usable = [(views[e], p) for e, p in row if e in views]
+            if usable:
+                self.index.link(key, usable, generation)
