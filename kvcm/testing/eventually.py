@@ -5,21 +5,41 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
 INTERVAL_S = 0.01
 
 
+@overload
 async def eventually(
-    probe: Callable[[], T | Awaitable[T]],
+    probe: Callable[[], Coroutine[Any, Any, T]],
     *,
     timeout: float = TIMEOUT_S,
     interval: float = INTERVAL_S,
     message: str = "",
-) -> T:
+) -> T: ...
+
+
+@overload
+async def eventually(
+    probe: Callable[[], T],
+    *,
+    timeout: float = TIMEOUT_S,
+    interval: float = INTERVAL_S,
+    message: str = "",
+) -> T: ...
+
+
+async def eventually(
+    probe: Callable[[], Any],
+    *,
+    timeout: float = TIMEOUT_S,
+    interval: float = INTERVAL_S,
+    message: str = "",
+) -> Any:
     """Call ``probe`` (plain or async) until its answer is true; return that answer.
 
     An AssertionError of the probe counts as "not yet"; any other error is raised at once.

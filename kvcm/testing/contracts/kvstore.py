@@ -13,13 +13,13 @@ at the same time, or that holds remains of earlier runs, passes too.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kvcm.core.clock import SystemClock
 from kvcm.core.errors import InvalidArgument, StaleFence, Unavailable
 from kvcm.core.limits import SHARDS_MAX, SPACE_BYTES_MAX
 from kvcm.metaindex.store import (
@@ -66,7 +66,7 @@ class KVStoreContract:
 
     @pytest.fixture
     def space(self) -> bytes:
-        return os.urandom(12)
+        return SystemClock().random_bytes(12)
 
     @pytest_asyncio.fixture
     async def shard(self, store: KVStore, space: bytes) -> ShardId:
@@ -290,7 +290,7 @@ class KVStoreContract:
         assert await counters_of(store, shard, Fence(3, 7)) == expected
 
     async def test_shards_out_of_bounds_are_refused(self, store: KVStore) -> None:
-        longest = os.urandom(SPACE_BYTES_MAX)
+        longest = SystemClock().random_bytes(SPACE_BYTES_MAX)
         await claim(store, ShardId(longest, SHARDS_MAX - 1))
         bad = [
             ShardId(b"", 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from kvcm.core.clock import SystemClock
 from kvcm.core.errors import StaleFence
 from kvcm.metaindex.store import (
     Claim,
@@ -108,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = store
         self.run = run
-        self.base = os.urandom(10)
+        self.base = SystemClock().random_bytes(10)
         self.model: dict[ShardId, ModelShard] = {}
 
     def shard(self, where: tuple[bytes, int]) -> ShardId:
