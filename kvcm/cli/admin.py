@@ -1,0 +1,17 @@
+"""``kvcm admin``: storages, groups, instances, usage, cache, snapshots, accounts of a manager."""
+
+from __future__ import annotations
+
+import typer
+
+from kvcm.cli import admin_cache, admin_groups, admin_instances, admin_manager, admin_storages
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group to the application."""
+    admin = typer.Typer(
+        no_args_is_help=True, help="Look at a manager and change what it is configured with."
+    )
+    for part in (admin_storages, admin_groups, admin_instances, admin_cache, admin_manager):
+        part.register(admin)
+    app.add_typer(admin, name="admin")

@@ -1,0 +1,205 @@
+"""``kvcm admin storage``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from kvcm.cli.admin_common import (
+    DEFAULT_TARGET,
+    FileOption,
+    JsonOption,
+    TargetOption,
+    YesOption,
+    admin,
+    check_known,
+    confirm,
+    done,
+    entity,
+    pairs,
+    read_object,
+    storage_type,
+    storage_type_name,
+)
+from kvcm.cli.output import print_json, table
+from kvcm.client import AdminClient
+from kvcm.core.errors import EntityNotExist, InvalidArgument
+from kvcm.core.types import StorageConfig
+
+storage = typer.Typer(no_args_is_help=True, help="Places for bytes.")
+
+NameArgument = Annotated[str, typer.Argument(help="The storage's global unique name.")]
+SpecOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--spec", "-s", help="A field of the type, as root_path=/mnt/kv; may be repeated."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(storage, name="storage")
+
+
+@storage.command("list")
+def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
+    """All storages."""
+    with admin(target) as client:
+        configs = client.list_storage()
+    if as_json:
+        print_json([_plain(config) for config in configs])
+        return
+    table(
+        "storages",
+        ("name", "type", "settings"),
+        (
+            (
+                config.global_unique_name,
+                storage_type_name(config.type),
+                ", ".join(f"{key}={value}" for key, value in config.spec.items() if value != ""),
+            )
+            for config in configs
+        ),
+    )
+
+
+@storage.command("add")
+def add_storage(
+    name: Annotated[str | None, typer.Argument(help="The storage's global unique name.")] = None,
+    kind: Annotated[
+        str, typer.Option("--type", help="file, hf3fs, vcns_hf3fs, mooncake or pace.")
+    ] = "file",
+    spec: SpecOption = None,
+    check: Annotated[bool, typer.Option(help="Refuse it when it cannot be used now.")] = False,
+    file: FileOption = None,
+    target: TargetOption = DEFAULT_TARGET,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a storage, from flags or a JSON file as `storage list --json` prints."""
+    with admin(target) as client:
+        config = _wanted(name, kind, spec, check, file)
+        client.add_storage(config)
+    done(f"added storage {config.global_unique_name}", as_json)
+
+
+@storage.command("update")
+def update_storage(
+    name: NameArgument,
+    spec: SpecOption = None,
+    check: Annotated[bool | None, typer.Option(help="Check it when it is opened.")] = None,
+    file: FileOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Move it although blocks live there: they are lost.")
+    ] = False,
+    yes: YesOption = False,
+    target: TargetOption = DEFAULT_TARGET,
+    as_json: JsonOption = False,
+) -> None:
+    """Change a storage; fields that are not named stay."""
+    with admin(target) as client:
+        if file is not None:
+            config = _from_file(file)
+            if config.global_unique_name != name:
+                raise InvalidArgument(f"{file} is of storage {config.global_unique_name!r}")
+        else:
+            config = _stored(client, name)
+        changes: dict[str, Any] = {"spec": {**config.spec, **_fields(spec)}}
+        if check is not None:
+            changes["check_storage_available_when_open"] = check
+        if force:
+            confirm(f"Blocks on {name} may become misses. Go on?", yes)
+        client.update_storage(config.model_copy(update=changes), force_update=force)
+    done(f"updated storage {name}", as_json)
+
+
+@storage.command("enable")
+def enable_storage(
+    name: NameArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
+) -> None:
+    """Let a storage take writes and answer lookups again."""
+    with admin(target) as client:
+        client.enable_storage(name)
+    done(f"enabled storage {name}", as_json)
+
+
+@storage.command("disable")
+def disable_storage(
+    name: NameArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
+) -> None:
+    """Take a storage out of service; its blocks are misses until it is enabled again."""
+    with admin(target) as client:
+        client.disable_storage(name)
+    done(f"disabled storage {name}", as_json)
+
+
+@storage.command("remove")
+def remove_storage(
+    name: NameArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="Although blocks live there: they become misses.")
+    ] = False,
+    yes: YesOption = False,
+    target: TargetOption = DEFAULT_TARGET,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a storage from the configuration."""
+    with admin(target) as client:
+        confirm(f"Remove storage {name}?", yes)
+        client.remove_storage(name, force=force)
+    done(f"removed storage {name}", as_json)
+
+
+def _wanted(
+    name: str | None, kind: str, spec: list[str] | None, check: bool, file: FileOption
+) -> StorageConfig:
+    if file is not None:
+        if name is not None or spec:
+            raise InvalidArgument("give either --file or a name and flags")
+        return _from_file(file)
+    if name is None:
+        raise InvalidArgument("a name or --file is needed")
+    return StorageConfig(
+        global_unique_name=name,
+        type=storage_type(kind),
+        spec=_fields(spec),
+        check_storage_available_when_open=check,
+    )
+
+
+def _from_file(file: FileOption) -> StorageConfig:
+    assert file is not None
+    value = read_object(file)
+    check_known(StorageConfig, value, str(file))
+    if isinstance(value.get("type"), str):
+        value["type"] = storage_type(value["type"])
+    return entity(StorageConfig, value, str(file))
+
+
+def _stored(client: AdminClient, name: str) -> StorageConfig:
+    for config in client.list_storage():
+        if config.global_unique_name == name:
+            return config
+    raise EntityNotExist(f"storage {name!r} does not exist")
+
+
+def _fields(spec: list[str] | None) -> dict[str, Any]:
+    return {key: _value(text) for key, text in pairs(spec, "--spec").items()}
+
+
+def _value(text: str) -> Any:
+    """Numbers and booleans as such, all else as text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _plain(config: StorageConfig) -> dict[str, Any]:
+    # The list call does not tell whether a storage is enabled.
+    return config.model_dump(mode="json", exclude={"enabled"}) | {
+        "type": storage_type_name(config.type)
+    }
