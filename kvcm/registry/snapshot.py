@@ -34,6 +34,8 @@ ROOT = "config_snapshot"
 
 E = TypeVar("E", bound=Entity)
 
+_DEPTH_MAX = 32
+"""Of one entity; what is deeper could be taken in here and fail to be written."""
 _KEYS = ("format", "cluster_uid", "storages", "instance_groups", "instances", "accounts")
 _ACCOUNT_KEYS = {"user_name", "role", "password_hash"}
 
@@ -239,12 +241,23 @@ def _list(raw: dict[str, Any], key: str) -> list[Any]:
 
 def _entities(raw: dict[str, Any], key: str, kind: type[E]) -> Iterator[E]:
     for i, item in enumerate(_list(raw, key)):
+        if _is_deeper(item, _DEPTH_MAX):
+            raise InvalidArgument(f"{ROOT}.{key}[{i}] is nested deeper than {_DEPTH_MAX} levels")
         try:
             yield kind.model_validate(item)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             path = json_path(f"{ROOT}.{key}[{i}]", first["loc"])
             raise InvalidArgument(f"{path}: {first['msg']}") from None
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    if depth == 0:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return any(_is_deeper(item, depth - 1) for item in items)
 
 
 def _account(item: Any, path: str) -> StoredAccount:
