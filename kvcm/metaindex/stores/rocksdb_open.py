@@ -28,7 +28,8 @@ def open_rocksdb(path: Path, *, cache_bytes: int, write_buffer_bytes: int) -> ro
     try:
         db = rocksdict.Rdict(str(path), _options(cache_bytes, write_buffer_bytes))
     except Exception as error:
-        if "lock" in str(error).lower():
+        # "lock file" from another process, "lock hold" within this one.
+        if "lock file" in str(error) or "lock hold" in str(error):
             raise ConfigError(
                 f"index store path {path}: another process (or store) holds it"
             ) from error
