@@ -2,6 +2,8 @@
 
 KEYS_PER_REQUEST_MAX = 262_144
 """Block keys in one call."""
+TOKENS_PER_REQUEST_MAX = 4_194_304
+"""Token ids in one call."""
 BLOCKS_PER_EXTENT_MAX = 65_535
 """Blocks that one StartWrite may grant: a position is stored in 16 bits."""
 BLOCKS_PER_CHUNK_MAX = 512

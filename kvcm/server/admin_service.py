@@ -10,7 +10,7 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import EntityNotExist, InvalidArgument, Unsupported
 from kvcm.core.types import AccountRole, StorageConfig, StorageType
 from kvcm.registry.registry import Registry
-from kvcm.server import logs, pb_entities, requests
+from kvcm.server import logs, pb_entities
 from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Call
 from kvcm.server.callstats import CallStats

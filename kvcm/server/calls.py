@@ -131,9 +131,7 @@ class Endpoint:
             call = self._parse(data, form)
             code, message = await self._run(call)
         finally:
-            self._context.stats.record(
-                self.name, code, self._context.clock.monotonic() - started
-            )
+            self._context.stats.record(self.name, code, self._context.clock.monotonic() - started)
         return Reply(self._encode(call, code, message), call.lost)
 
     def _parse(self, data: bytes, form: WireForm) -> Call[Any, Any]:

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvcm.cache.api import WireForm
 from kvcm.core.errors import ConfigError, MalformedRequest, ReplyTooLarge
+from kvcm.server import sockets
 from kvcm.server.calls import Endpoint
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -31,8 +32,11 @@ class GrpcListener:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        if port:
+            # Tried first: the framework's own words for a port in use say nothing.
+            sockets.bind(host, port).close()
         self._server = grpc.aio.server(options=_options(receive_bytes_max))
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._server.add_generic_rpc_handlers(
             [
@@ -44,7 +48,7 @@ class GrpcListener:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(self._names, self._server)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = sockets.shown(host, port)
         try:
             self.port: int = self._server.add_insecure_port(address)
         except RuntimeError as error:

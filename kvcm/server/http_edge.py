@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcm.cache.api import WireForm
 from kvcm.core.clock import Clock
-from kvcm.core.errors import ConfigError, ErrorCode, MalformedRequest, ReplyTooLarge
-from kvcm.server import jsonwire
+from kvcm.core.errors import ErrorCode, MalformedRequest, ReplyTooLarge
+from kvcm.server import jsonwire, sockets
 from kvcm.server.calls import Endpoint, Reply, fill_header
 
 log = logging.getLogger(__name__)
@@ -38,21 +38,20 @@ class ClientGone(Exception):
 
 
 class HttpApi:
-    """ASGI application of one service's methods; other paths go to ``others``."""
+    """ASGI application of one service's methods; other paths go to ``others``, once it is set."""
 
-    def __init__(
-        self, endpoints: Sequence[Endpoint], others: ASGIApp, clock: Clock, receive_bytes_max: int
-    ) -> None:
+    others: ASGIApp
+
+    def __init__(self, endpoints: Sequence[Endpoint], clock: Clock, receive_bytes_max: int) -> None:
         self._endpoints = {API_PREFIX + e.json_name: e for e in endpoints}
         self._error_type = endpoints[0].response_type
-        self._others = others
         self._clock = clock
         self._receive_bytes_max = receive_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http" or not scope["path"].startswith(API_PREFIX):
-            await self._others(scope, receive, send)
+            await self.others(scope, receive, send)
             return
         try:
             endpoint = self._endpoint(scope)
@@ -122,9 +121,7 @@ class HttpApi:
             (b"connection", b"close"),
         )
 
-    async def _grant(
-        self, endpoint: Endpoint, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _grant(self, endpoint: Endpoint, body: bytes, receive: Receive, send: Send) -> None:
         """As the plain call, and what was granted is given back when the client has left."""
         left = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -171,6 +168,14 @@ async def _send(
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # Signals are the manager's business, not each listener's.
@@ -186,7 +191,7 @@ class HttpListener:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._socket = bind(host, port)
+        self._socket = sockets.bind(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._server = _Server(
             uvicorn.Config(
@@ -206,10 +211,7 @@ class HttpListener:
     async def start(self) -> None:
         """Serve; returns once connections are accepted."""
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
-        while not self._server.started and not self._task.done():
-            await asyncio.sleep(0)
-        if self._task.done():
-            await self._task
+        await self._server.accepting.wait()
 
     async def stop(self, drain_s: float) -> None:
         """Take no more requests; those under way have ``drain_s`` seconds to finish."""
@@ -219,22 +221,3 @@ class HttpListener:
             self._socket.close()
         else:
             await self._task
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; raises ConfigError."""
-    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {shown}: {error.strerror}") from None
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {shown}: {error.strerror}") from None
-    return listener

@@ -21,6 +21,8 @@ from kvcm.server.jsonvalues import IGNORED, Literal, Wrong, converters, kind_of,
 
 M = TypeVar("M", bound=Message)
 
+_FIRST_ADDITION = 100
+"""Field numbers from here on are additions of this project (wire.md)."""
 _PRINTED_AS_STRING = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
 
 
@@ -233,6 +235,15 @@ def _each(show: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     return show_list
 
 
+def _presence(descriptor: FieldDescriptor) -> Callable[[Message], bool] | None:
+    if descriptor.has_presence:
+        return _has(descriptor.name)
+    if descriptor.number >= _FIRST_ADDITION:
+        # A body that says nothing new stays what it was before the addition.
+        return lambda message: bool(getattr(message, descriptor.name))
+    return None
+
+
 def _has(name: str) -> Callable[[Message], bool]:
     def present(message: Message) -> bool:
         return message.HasField(name)
@@ -273,7 +284,7 @@ def _field(descriptor: FieldDescriptor) -> _Field:
         name=name,
         oneof=oneof.full_name if oneof is not None else "",
         fill=_filler(descriptor),
-        present=_has(name) if descriptor.has_presence else None,
+        present=_presence(descriptor),
         show=_each(show) if descriptor.is_repeated else show,
     )
 

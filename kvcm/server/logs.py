@@ -57,9 +57,7 @@ def set_level(module_name: str, log_level: str) -> None:
     """
     level = LEVELS.get(log_level.lower())
     if level is None:
-        raise InvalidArgument(
-            f"log_level is {log_level!r}, not one of {', '.join(sorted(LEVELS))}"
-        )
+        raise InvalidArgument(f"log_level is {log_level!r}, not one of {', '.join(sorted(LEVELS))}")
     known = known_modules()
     for name in (module_name or ROOT, f"{ROOT}.{module_name}"):
         if name in known:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -29,7 +29,9 @@ HIDDEN = "***"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 # What Kubernetes puts into the environment of pods for a Service named "kvcm".
-_SERVICE_LINK = re.compile(r"KVCM_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)\Z")
+_SERVICE_LINK = re.compile(
+    r"KVCM_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)\Z"
+)
 
 
 class _Section(BaseModel):
@@ -39,15 +41,15 @@ class _Section(BaseModel):
 class CacheOptions(_Section):
     """Limits of lookups and writes."""
 
-    reply_bytes_max: int = Field(limits.REPLY_BYTES_DEFAULT, ge=1 << 16, le=1 << 30)
+    reply_bytes_max: int = Field(default=limits.REPLY_BYTES_DEFAULT, ge=1 << 16, le=1 << 30)
     """A prefix answer is cut here; a batch answer above it is refused."""
-    read_cache_bytes: int = Field(512 << 20, ge=1 << 20)
+    read_cache_bytes: int = Field(default=512 << 20, ge=1 << 20)
     """Memory for records and encoded answers."""
-    write_timeout_s_default: int = Field(limits.WRITE_TIMEOUT_S_DEFAULT, ge=1)
-    write_timeout_s_max: int = Field(limits.WRITE_TIMEOUT_S_MAX, ge=1)
-    grace_s_min: float = Field(limits.GRACE_S_MIN, ge=0, allow_inf_nan=False)
+    write_timeout_s_default: int = Field(default=limits.WRITE_TIMEOUT_S_DEFAULT, ge=1)
+    write_timeout_s_max: int = Field(default=limits.WRITE_TIMEOUT_S_MAX, ge=1)
+    grace_s_min: float = Field(default=limits.GRACE_S_MIN, ge=0, allow_inf_nan=False)
     """Bytes of a retired block stay readable at least this long."""
-    shards_max: int = Field(64, ge=limits.SHARDS_MIN, le=limits.SHARDS_MAX)
+    shards_max: int = Field(default=64, ge=limits.SHARDS_MIN, le=limits.SHARDS_MAX)
     """Upper bound of an instance's shards."""
 
     @model_validator(mode="after")
@@ -63,7 +65,7 @@ class RocksDbOptions(_Section):
     sync: bool = False
     """fsync every commit. Off: nothing is lost when the process dies; a power loss may take
     the commits of the last moments."""
-    cache_bytes: int = Field(64 << 20, ge=0)
+    cache_bytes: int = Field(default=64 << 20, ge=0)
     """RocksDB's block cache."""
 
 
@@ -71,10 +73,10 @@ class Settings(_Section):
     """Everything that can be set. Ports of 0 mean any free port."""
 
     host: str = "127.0.0.1"
-    rpc_port: int = Field(6381, ge=0, le=65535)
-    http_port: int = Field(6382, ge=0, le=65535)
-    admin_rpc_port: int = Field(6491, ge=0, le=65535)
-    admin_http_port: int = Field(6492, ge=0, le=65535)
+    rpc_port: int = Field(default=6381, ge=0, le=65535)
+    http_port: int = Field(default=6382, ge=0, le=65535)
+    admin_rpc_port: int = Field(default=6491, ge=0, le=65535)
+    admin_http_port: int = Field(default=6492, ge=0, le=65535)
     data_dir: Path = Path("kvcm-data")
     registry_url: str = ""
     """Default: SQLite in the data directory."""
@@ -84,11 +86,13 @@ class Settings(_Section):
     """Storages and groups to create when the registry is empty."""
     log_level: LogLevel = "info"
     log_format: Literal["text", "json"] = "text"
-    receive_bytes_max: int = Field(limits.RECEIVE_BYTES_DEFAULT, ge=1 << 16, le=(1 << 31) - 1)
+    receive_bytes_max: int = Field(
+        default=limits.RECEIVE_BYTES_DEFAULT, ge=1 << 16, le=(1 << 31) - 1
+    )
     """Largest request on either transport."""
-    drain_s: float = Field(10.0, ge=0, le=3_600, allow_inf_nan=False)
+    drain_s: float = Field(default=10.0, ge=0, le=3_600, allow_inf_nan=False)
     """How long a stopping manager waits for calls under way."""
-    probe_period_s: float = Field(5.0, gt=0, allow_inf_nan=False)
+    probe_period_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """How often storages are probed and failed ones opened again."""
     cache: CacheOptions = CacheOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
@@ -147,8 +151,7 @@ class Settings(_Section):
 class Layer(NamedTuple):
     """One source: how it names a key to the user, and its values."""
 
-    spell: str
-    """Format with ``{flag}``, ``{env}`` and ``{key}``."""
+    spell: Callable[[str], str]
     values: dict[str, Any]
 
 
@@ -235,8 +238,9 @@ def without_secrets(url: str) -> str:
     return base + mark + _SECRET_PARAM.sub(rf"\1={HIDDEN}", query)
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _toml(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -268,7 +272,7 @@ def _flag_layer(flags: Mapping[str, Any]) -> Layer:
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown setting {key}{nearest(key, known)}")
-    return Layer("{flag}", _nest(given))
+    return Layer(_flag, _nest(given))
 
 
 def _env_layer(environ: Mapping[str, str]) -> Layer:
@@ -283,7 +287,7 @@ def _env_layer(environ: Mapping[str, str]) -> Layer:
                 f"unknown environment variable {name}{nearest(name.upper(), list(known))}"
             )
         values[key] = value
-    return Layer("{env}", _nest(values))
+    return Layer(_variable, _nest(values))
 
 
 def _file_layer(path: Path) -> Layer:
@@ -295,7 +299,11 @@ def _file_layer(path: Path) -> Layer:
         raise ConfigError(f"{path} is not UTF-8: byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    return Layer(f"{{key}} in {path}".replace("{path}", str(path)), values)
+    return Layer(lambda key: f"{key} in {path}", values)
+
+
+def _flag(key: str) -> str:
+    return f"--set {key}" if "." in key else "--" + key.replace("_", "-")
 
 
 def _variable(key: str) -> str:
@@ -324,10 +332,9 @@ def _plain(message: str) -> str:
 
 
 def _spelling(key: str, layers: list[Layer]) -> str:
-    for layer in reversed(layers):
+    for layer in layers[::-1]:
         if _holds(layer.values, key.split(".")):
-            flag = "--" + key.replace("_", "-") if "." not in key else f"--set {key}"
-            return layer.spell.format(flag=flag, env=_variable(key), key=key)
+            return layer.spell(key)
     return key
 
 

@@ -40,9 +40,7 @@ def refused(
 HEADER = meta_pb2.CommonResponseHeader(
     status=meta_pb2.Status(code=meta_pb2.OK, message="fine"), request_id="t_1"
 )
-HEADER_JSON = (
-    '{"status":{"code":"OK","message":"fine","reason":""},"request_id":"t_1","tracer_result":""}'
-)
+HEADER_JSON = '{"status":{"code":"OK","message":"fine"},"request_id":"t_1","tracer_result":""}'
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ HEADER_JSON = (
             ),
             '{"trace_id":"","instance_id":"","query_type":"QT_PREFIX_MATCH",'
             '"block_keys":["-9223372036854775808","0","9223372036854775807"],"token_ids":[],'
-            '"sw_size":0,"location_spec_names":[],"features":0}',
+            '"sw_size":0,"location_spec_names":[]}',
         ),
         (meta_pb2.TrimCacheRequest(begin_timestamp=INT32_MIN, end_timestamp=INT32_MAX),
             '{"trace_id":"","instance_id":"","strategy":"TS_UNSPECIFIED",'

@@ -1,0 +1,217 @@
+"""A manager from start to stop.
+
+Start: data directory, registry (schema check), first contents, index store, storages, use cases,
+loops, listeners, ready. Stop: not ready, no new calls, drain, then everything in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcm._pb import admin_pb2, meta_pb2
+from kvcm.core.clock import Clock, SystemClock
+from kvcm.registry.registry import Registry
+from kvcm.server import bootstrap, http_routes, prometheus, sockets, wiring
+from kvcm.server.admin_service import ANSWERED_BY_ALL, AdminService
+from kvcm.server.backends import BackendSet
+from kvcm.server.calls import Context, Endpoint, endpoints_of
+from kvcm.server.callstats import CallStats
+from kvcm.server.datadir import DataDir
+from kvcm.server.grpc_edge import GrpcListener, Services
+from kvcm.server.http_edge import HttpApi, HttpListener
+from kvcm.server.leadership import Leadership
+from kvcm.server.meta_service import MetaService
+from kvcm.server.settings import Settings
+from kvcm.server.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+META = meta_pb2.DESCRIPTOR.services_by_name["MetaService"]
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The real ports; ``admin_rpc`` equals ``rpc`` when one listener serves both."""
+
+    rpc: int
+    http: int
+    admin_rpc: int
+    admin_http: int
+
+
+class Manager:
+    """One manager in the running event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock | None = None,
+        build_cache: wiring.BuildCache = wiring.build_cache,
+    ) -> None:
+        self.settings = settings
+        self.ready = False
+        self.ports = Ports(0, 0, 0, 0)
+        self._clock = clock or SystemClock()
+        self._build_cache = build_cache
+        self._undo: list[Callable[[], Awaitable[None]]] = []
+        self._grpc: list[GrpcListener] = []
+        self._http: list[HttpListener] = []
+
+    async def start(self) -> None:
+        """Start everything; on failure what was started is stopped again.
+
+        Raises:
+            ConfigError: something in the settings or around them does not fit; one line.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Drain, within ``drain_s``, and stop. Idempotent."""
+        self.ready = False
+        for listener in self._grpc:
+            await listener.set_serving(False)
+        drain_s = self.settings.drain_s
+        await asyncio.gather(*(listener.stop(drain_s) for listener in self._listeners()))
+        self._grpc.clear()
+        self._http.clear()
+        while self._undo:
+            try:
+                await self._undo.pop()()
+            except Exception:
+                log.exception("stopping: one step failed")
+
+    def addresses(self) -> list[tuple[str, str]]:
+        """What listens where, for people."""
+        host, ports = self.settings.host, self.ports
+        return [
+            ("meta gRPC", sockets.shown(host, ports.rpc)),
+            ("meta HTTP", f"http://{sockets.shown(host, ports.http)}"),
+            ("admin gRPC", sockets.shown(host, ports.admin_rpc)),
+            ("admin HTTP", f"http://{sockets.shown(host, ports.admin_http)}"),
+        ]
+
+    async def _start(self) -> None:
+        settings, clock = self.settings, self._clock
+        data_dir = DataDir(settings.data_dir)
+        self._on_stop(_as_async(data_dir.release))
+
+        registry = wiring.build_registry(settings, clock)
+        # The last view stays readable for calls that are still draining.
+        self._on_stop(registry.close)
+        await registry.open()
+        await self._bootstrap(registry)
+
+        store = wiring.build_store(settings, clock)
+        self._on_stop(store.close)
+        await store.open()
+
+        backends = wiring.build_backends(settings, clock)
+        self._on_stop(backends.close)
+        registry.subscribe(backends.follow)
+        await backends.open(registry.view)
+
+        cache = self._build_cache(settings, clock, registry, store, backends)
+        self._on_stop(cache.close)
+        await cache.open()
+
+        supervisor = Supervisor(clock)
+        self._on_stop(supervisor.stop)
+        supervisor.start([*cache.loops, backends])
+
+        await self._listen(registry, cache, backends)
+        self.ready = True
+
+    async def _bootstrap(self, registry: Registry) -> None:
+        path = self.settings.bootstrap
+        storages, groups = bootstrap.read(path) if path else bootstrap.startup_defaults()
+        created = await registry.bootstrap(storages, groups)
+        if path and not created:
+            log.info("bootstrap file %s was not loaded: the registry has contents", path)
+
+    async def _listen(
+        self, registry: Registry, cache: wiring.ManagedCache, backends: BackendSet
+    ) -> None:
+        clock, stats = self._clock, CallStats()
+        node_id = f"{socket.gethostname()}-{clock.random_bytes(4).hex()}"
+        leadership = Leadership(clock, node_id)
+        meta = MetaService(registry, cache, backends.available)
+        self._on_stop(lambda: _at_most(meta.drained(), self.settings.drain_s))
+        admin = AdminService(registry, cache, backends, meta, leadership, stats, clock)
+        context = Context(clock, stats, leadership.require)
+        meta_calls = endpoints_of(context, META, meta_pb2, meta)
+        admin_calls = endpoints_of(
+            context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
+        )
+        metrics = prometheus.exposition(stats, cache.usage)
+        rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
+        http = self._bind_http("kvcm meta", META, meta_calls, self.settings.http_port)
+        admin_http = self._bind_http(
+            "kvcm admin",
+            ADMIN,
+            admin_calls,
+            self.settings.admin_http_port,
+            usage=cache.usage,
+            metrics=metrics,
+        )
+        self.ports = Ports(rpc, http, admin_rpc, admin_http)
+        await asyncio.gather(*(listener.start() for listener in self._listeners()))
+
+    def _bind_grpc(
+        self, meta_calls: Sequence[Endpoint], admin_calls: Sequence[Endpoint]
+    ) -> tuple[int, int]:
+        settings = self.settings
+        meta: Services = {META.full_name: meta_calls}
+        admin: Services = {ADMIN.full_name: admin_calls}
+        if settings.rpc_port and settings.rpc_port == settings.admin_rpc_port:
+            port = self._grpc_port({**meta, **admin}, settings.rpc_port)
+            return port, port
+        return (
+            self._grpc_port(meta, settings.rpc_port),
+            self._grpc_port(admin, settings.admin_rpc_port),
+        )
+
+    def _grpc_port(self, services: Services, port: int) -> int:
+        settings = self.settings
+        listener = GrpcListener(services, settings.host, port, settings.receive_bytes_max)
+        self._grpc.append(listener)
+        return listener.port
+
+    def _bind_http(
+        self, title: str, service: Any, calls: Sequence[Endpoint], port: int, **extra: Any
+    ) -> int:
+        api = HttpApi(calls, self._clock, self.settings.receive_bytes_max)
+        sources = http_routes.Sources(ready=lambda: self.ready, error_body=api.error_body, **extra)
+        api.others = http_routes.build_app(title, service, sources)
+        listener = HttpListener(api, self.settings.host, port)
+        self._http.append(listener)
+        return listener.port
+
+    def _listeners(self) -> list[GrpcListener | HttpListener]:
+        return [*self._grpc, *self._http]
+
+    def _on_stop(self, undo: Callable[[], Awaitable[None]]) -> None:
+        self._undo.append(undo)
+
+
+def _as_async(action: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        action()
+
+    return run
+
+
+async def _at_most(work: Awaitable[None], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work

@@ -1,0 +1,70 @@
+"""``GET /metrics``: calls and space, read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvcm.cache.api import Usage, UsageReport
+from kvcm.core.errors import ErrorCode
+from kvcm.server.callstats import BUCKETS_S, CallStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STATES = ("open", "serving", "dead", "trash")
+
+
+class _Manager(Collector):
+    def __init__(self, stats: CallStats, usage: Callable[[], UsageReport]) -> None:
+        self._stats = stats
+        self._usage = usage
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._calls()
+        report = self._usage()
+        yield _bytes("kvcm_group_bytes", "group", report.groups)
+        yield _bytes("kvcm_storage_bytes", "storage", report.storages)
+        yield GaugeMetricFamily("kvcm_write_sessions", "Open write sessions.", report.sessions)
+        yield GaugeMetricFamily("kvcm_extents", "Extents in the index.", report.extents)
+
+    def _calls(self) -> Iterable[Metric]:
+        calls = CounterMetricFamily(
+            "kvcm_calls", "Calls by RPC and application code.", labels=["api", "code"]
+        )
+        seconds = HistogramMetricFamily(
+            "kvcm_call_seconds", "Duration of calls by RPC.", labels=["api"]
+        )
+        for api, stats in self._stats.items():
+            for code, count in sorted(stats.codes.items()):
+                calls.add_metric([api, ErrorCode(code).name], count)
+            total = 0
+            buckets: list[tuple[str, float]] = []
+            bounds = [*map(str, BUCKETS_S), "+Inf"]
+            for bound, count in zip(bounds, stats.buckets, strict=True):
+                total += count
+                buckets.append((bound, total))
+            seconds.add_metric([api], buckets, stats.seconds)
+        yield calls
+        yield seconds
+
+
+def _bytes(name: str, label: str, usages: dict[str, Usage]) -> Metric:
+    family = GaugeMetricFamily(name, "Bytes by state.", labels=[label, "state"])
+    for key, usage in usages.items():
+        for state in _STATES:
+            family.add_metric([key, state], getattr(usage, f"{state}_bytes"))
+    return family
+
+
+def exposition(stats: CallStats, usage: Callable[[], UsageReport]) -> Callable[[], bytes]:
+    """A function that gives the current text of ``/metrics``."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Manager(stats, usage))
+    return lambda: generate_latest(registry)

@@ -1,0 +1,96 @@
+"""A manager as a process: event loop, signals, what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import uvloop
+
+from kvcm.core.errors import ConfigError
+from kvcm.server import logs
+from kvcm.server.lifecycle import Manager
+from kvcm.server.settings import Settings
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Args:
+        ready_file: where ports and pid are written once the manager serves; removed at the end.
+        say: prints one line for people.
+
+    Raises:
+        ConfigError: it cannot start; one line.
+    """
+    logs.configure(settings.log_level, settings.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(settings, ready_file, say))
+        finally:
+            if ready_file is not None:
+                ready_file.unlink(missing_ok=True)
+
+
+async def _serve(settings: Settings, ready_file: Path | None, say: Callable[[str], None]) -> None:
+    stopping = _stop_on_signals(say)
+    manager = Manager(settings)
+    starting = asyncio.ensure_future(manager.start())
+    stopped = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return
+    try:
+        await starting
+        for what, address in manager.addresses():
+            say(f"{what:<10} {address}")
+        if ready_file is not None:
+            _write_ready_file(ready_file, manager)
+        say("kvcm is ready")
+        await stopped
+    finally:
+        stopped.cancel()
+        await manager.stop()
+    say("kvcm has stopped")
+
+
+def _stop_on_signals(say: Callable[[str], None]) -> asyncio.Event:
+    stopping = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        say(f"{number.name}: draining; once more stops at once")
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    return stopping
+
+
+def _write_ready_file(path: Path, manager: Manager) -> None:
+    """Appears whole or not at all, for scripts that wait for it."""
+    document = {
+        "pid": os.getpid(),
+        "host": manager.settings.host,
+        **{f"{name}_port": port for name, port in asdict(manager.ports).items()},
+        "data_dir": str(manager.settings.data_dir),
+    }
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(document) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write ready file {path}: {error.strerror}") from None

@@ -1,0 +1,66 @@
+"""Runs the background loops. A loop that fails is logged and tried again, later each time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvcm.core.clock import Clock
+
+log = logging.getLogger(__name__)
+
+BACK_OFF_S_MAX = 60.0
+
+
+class Loop(Protocol):
+    """Background work in small steps."""
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between the end of a run and the next."""
+
+    async def run_once(self, now: float) -> Any:
+        """One step; ``now`` is the monotonic clock."""
+
+
+class Supervisor:
+    """Owns one task per loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, loops: Iterable[Loop]) -> None:
+        """Run the loops until `stop`."""
+        self._tasks += [asyncio.create_task(self._run(loop), name=loop.name) for loop in loops]
+
+    async def stop(self) -> None:
+        """Cancel all loops and wait for them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _run(self, loop: Loop) -> None:
+        failures = 0
+        while True:
+            try:
+                await loop.run_once(self._clock.monotonic())
+                failures = 0
+            except Exception:
+                failures += 1
+                log.exception("background loop %r failed (%d in a row)", loop.name, failures)
+            await self._clock.sleep(back_off(loop.period_s, failures))
+
+
+def back_off(period_s: float, failures: int) -> float:
+    """Seconds to wait: the period, doubled for each failure in a row, up to a minute."""
+    if not failures:
+        return period_s
+    return max(period_s, min(period_s * 2.0 ** min(failures, 32), BACK_OFF_S_MAX))

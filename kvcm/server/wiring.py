@@ -1,0 +1,87 @@
+"""The only place that names concrete stores, backends and use cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvcm.cache.api import CacheService
+from kvcm.core.clock import Clock
+from kvcm.metaindex.store import KVStore
+from kvcm.metaindex.stores.memory import MemoryStore
+from kvcm.registry.registry import Registry
+from kvcm.server.backends import BackendSet
+from kvcm.server.settings import Settings
+from kvcm.server.supervisor import Loop
+from kvcm.storage_backends.factory import build_backend
+
+
+class ManagedCache(CacheService, Protocol):
+    """The use cases with their life cycle and background loops."""
+
+    loops: list[Loop]
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class BuildCache(Protocol):
+    """How the use cases are made; tests put their own here."""
+
+    def __call__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        registry: Registry,
+        store: Any,
+        backends: BackendSet,
+    ) -> ManagedCache: ...
+
+
+def build_registry(settings: Settings, clock: Clock) -> Registry:
+    """The registry, not open yet; raises ConfigError for a bad URL."""
+    return Registry(settings.registry_url, clock, shards_max=settings.cache.shards_max)
+
+
+def build_store(settings: Settings, clock: Clock) -> KVStore:
+    """The index store, not open yet."""
+    scheme, _, path = settings.index_url.partition(":")
+    if scheme == "memory":
+        return MemoryStore(clock=clock)
+    # Imported here: a manager on another store does not need the library.
+    from kvcm.metaindex.stores.rocksdb import RocksStore
+
+    return RocksStore(
+        Path(path), sync=settings.rocksdb.sync, cache_bytes=settings.rocksdb.cache_bytes
+    )
+
+
+def build_backends(settings: Settings, clock: Clock) -> BackendSet:
+    """The storages, none open yet."""
+    return BackendSet(
+        lambda config: build_backend(config, clock), clock, period_s=settings.probe_period_s
+    )
+
+
+def build_cache(
+    settings: Settings, clock: Clock, registry: Registry, store: Any, backends: BackendSet
+) -> ManagedCache:
+    """The use cases, not open yet."""
+    from kvcm.cache.manager import CacheManager, CacheSettings
+
+    options = settings.cache
+    cache: ManagedCache = CacheManager(
+        registry,
+        store,
+        backends,
+        clock,
+        CacheSettings(
+            reply_bytes_max=options.reply_bytes_max,
+            read_cache_bytes=options.read_cache_bytes,
+            write_timeout_s_default=options.write_timeout_s_default,
+            write_timeout_s_max=options.write_timeout_s_max,
+            grace_s_min=options.grace_s_min,
+        ),
+    )
+    return cache
