@@ -39,6 +39,8 @@ def parse_address(text: str, default_ports: dict[str, int]) -> Address:
     url = text if "://" in text else f"grpc://{text}"
     try:
         parts = urlsplit(url)
+        if parts.netloc.count(":") > 1 and "[" not in parts.netloc:
+            raise ValueError("an IPv6 host stands in brackets, [::1]:6381")
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise InvalidArgument(f"address {text!r}: {error}") from None
@@ -46,8 +48,6 @@ def parse_address(text: str, default_ports: dict[str, int]) -> Address:
         raise InvalidArgument(f"address {text!r}: the scheme must be grpc or http")
     if not host:
         raise InvalidArgument(f"address {text!r} has no host")
-    if parts.netloc.count(":") > 1 and not parts.netloc.startswith("["):
-        raise InvalidArgument(f"address {text!r}: an IPv6 host stands in brackets, [::1]:6381")
     if parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise InvalidArgument(f"address {text!r}: only scheme, host and port are allowed")
     if port == 0:

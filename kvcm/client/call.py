@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -50,7 +50,8 @@ class Call(Generic[T]):
     """
 
     method: Method
-    request: Message
+    # Requests hold thousands of keys, or a password.
+    request: Message = field(repr=False)
     parse: Callable[[Any], T]
     timeout: float | None = None
     attempts_of_timeout: int = 1
@@ -91,7 +92,8 @@ def describe_method(method: F, builder: Callable[..., Any]) -> F:
     describe_function(method, builder)
     signature = inspect.signature(builder)
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    result = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
     method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[self_parameter, *signature.parameters.values()]
+        parameters=[self_parameter, *signature.parameters.values()], return_annotation=result
     )
     return method

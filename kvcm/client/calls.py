@@ -224,14 +224,14 @@ def finish_write_cache(
             that send no reason.)
         InvalidArgument: a mask of the wrong length, or another one than before.
     """
+    # Present but empty is right for a session that granted nothing.
+    empty = pb.BlockMask(bool_masks=pb.BoolMasksType())
     request = build(
         pb.FinishWriteCacheRequest,
         trace_id=trace_id,
         instance_id=instance_id,
         write_session_id=session_id,
-        success_blocks=pb.BlockMask(bool_masks=pb.BoolMasksType())
-        if success is None
-        else _mask(success),
+        success_blocks=empty if success is None else _mask(success),
     )
     return Call(_FINISH, request, nothing, timeout, attempts_of_timeout)
 
