@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+
+# Before grpc is imported: its C core writes notes to standard error.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -203,7 +207,8 @@ def parse_bytes(text: str) -> int:
     factor: int = _UNITS.get(unit) or _BINARY[unit]
     whole, _, fraction = match[1].partition(".")
     scaled: int = int(whole + fraction) * factor
-    count, rest = divmod(scaled, 10 ** len(fraction))
+    scale: int = 10 ** len(fraction)
+    count, rest = divmod(scaled, scale)
     if rest:
         raise InvalidArgument(f"{text!r} is no whole number of bytes")
     return count

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+
+# Before grpc is imported, here and in the engines: its C core writes notes to standard error.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 from rich.progress import (

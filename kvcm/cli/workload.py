@@ -55,4 +55,5 @@ def workload(
         f"{best.distinct:,} of them distinct: an unlimited cache reaches a hit rate of "
         f"{best.block_rate:.5f}",
         highlight=False,
+        soft_wrap=True,
     )
