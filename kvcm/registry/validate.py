@@ -28,7 +28,7 @@ from kvcm.core.types import (
 INT32_MAX = (1 << 31) - 1
 INT64_MAX = (1 << 63) - 1
 
-_STORAGE_NAME = re.compile(r"[A-Za-z0-9._~-]+\Z")
+_STORAGE_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
 
 _POSIX_SPEC: dict[str, type] = {
     "cluster_name": str,
@@ -93,7 +93,7 @@ def check_storage(config: StorageConfig, field: str = "storage") -> None:
     # It is the host of every location URI, which existing clients cut at "/".
     if not _STORAGE_NAME.match(config.global_unique_name):
         raise InvalidArgument(
-            f"{name_field} {config.global_unique_name!r} may hold only letters, digits and ._~-"
+            f"{name_field} {config.global_unique_name!r} may hold only letters, digits and ._-"
         )
     fields = STORAGE_SPEC_FIELDS.get(config.type)
     if fields is None:

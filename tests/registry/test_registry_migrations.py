@@ -230,6 +230,6 @@ async def test_sqlite_is_opened_for_durability(db_url: str) -> None:
 
 
 def test_the_tables_also_compile_for_postgresql() -> None:
-    dialect = postgresql.dialect()
+    dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
     for table in METADATA.sorted_tables:
         assert table.name in str(CreateTable(table).compile(dialect=dialect))
