@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import InvalidArgument, StaleFence
-from kvcm.core.limits import SHARDS_MAX, SPACE_BYTES_MAX
+from kvcm.core.limits import SHARDS_MAX, SPACE_BYTES_MAX, STEP_S_MAX
 from kvcm.metaindex.store import Fence, ShardId
 
 T = TypeVar("T")
+
+
+class Turn:
+    """Tells when a piece of work has held the event loop long enough: half of STEP_S_MAX, which
+    leaves room for what it does between two looks.
+    """
+
+    __slots__ = ("_clock", "_end")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._end = clock.monotonic() + STEP_S_MAX / 2
+
+    def is_over(self) -> bool:
+        """Whether to `give` now."""
+        return self._clock.monotonic() > self._end
+
+    async def give(self) -> None:
+        """Let the other tasks run; the next turn begins."""
+        await asyncio.sleep(0)
+        self._end = self._clock.monotonic() + STEP_S_MAX / 2
 
 
 def check_shard(shard: ShardId) -> None:

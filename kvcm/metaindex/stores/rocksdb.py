@@ -14,7 +14,6 @@ import rocksdict
 
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import KvcmError, OutcomeUnknown, Unavailable
-from kvcm.core.limits import STEP_S_MAX
 from kvcm.metaindex.store import (
     Claim,
     CommitResult,
@@ -25,7 +24,7 @@ from kvcm.metaindex.store import (
     ShardId,
     Table,
 )
-from kvcm.metaindex.stores.common import add_counters, below, matches, pick, stale
+from kvcm.metaindex.stores.common import Turn, add_counters, below, matches, pick, stale
 from kvcm.metaindex.stores.rocksdb_layout import (
     FIRST_SPACE,
     META_TABLE,
@@ -45,24 +44,6 @@ _RECORDS_A_LOOK = 16
 """Records read between two looks at the clock; some are tens of KiB."""
 _RECORDS_NEAR = 8
 """Records behind a random point that a sample picks one of, against gaps between the keys."""
-_SLICE_S = STEP_S_MAX / 2
-
-
-class _Turn:
-    """Tells when a piece of work has held the event loop long enough."""
-
-    __slots__ = ("_clock", "_end")
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._end = clock.monotonic() + _SLICE_S
-
-    def is_over(self) -> bool:
-        return self._clock.monotonic() > self._end
-
-    async def give(self) -> None:
-        await asyncio.sleep(0)
-        self._end = self._clock.monotonic() + _SLICE_S
 
 
 class RocksStore:
@@ -71,9 +52,10 @@ class RocksStore:
     Durability: with ``sync=False`` (the default) a commit is in the write-ahead log, handed to the
     kernel, before it is acknowledged. It survives any end of the process, ``kill -9`` included. A
     power loss or a kernel crash may lose the latest commits: always a suffix of them, across all
-    shards, never one without those before it; the index notices by the commit numbers. With
-    ``sync=True`` every commit waits for an fsync and survives those too, at some milliseconds a
-    commit on ordinary disks, during which the event loop stands still.
+    shards, never one without those before it. A block retired in what was lost may then be answered
+    again although its bytes are deleted; its readers fail to find them. With ``sync=True`` every
+    commit waits for an fsync and survives a power loss too, at some milliseconds a commit on
+    ordinary disks, during which the event loop stands still.
 
     Everything runs on the event loop, since the binding keeps the interpreter lock anyway. A
     shard's commit is one indivisible step of about 2 µs a write, so callers cut large ones; between
@@ -110,7 +92,7 @@ class RocksStore:
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
     ) -> list[list[bytes | None]]:
         get = self._open_db().get
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         answers: list[list[bytes | None]] = []
         for shard, keys in shard_keys:
             join = table_prefix(shard, table).__add__
@@ -127,7 +109,7 @@ class RocksStore:
 
     async def commit(self, commits: Sequence[ShardCommit]) -> list[CommitResult]:
         self._open_db()
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         results: list[CommitResult] = []
         for commit in commits:
             if turn.is_over():
@@ -140,7 +122,7 @@ class RocksStore:
 
     async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
         self._open_db()
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         answers: list[Claim | Exception] = []
         for shard in shards:
             if turn.is_over():
@@ -175,7 +157,7 @@ class RocksStore:
         last = self._last_key(prefix)
         if count <= 0 or last is None or few[-1][0] >= last:
             return pick(few, count, self._clock)
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         found: dict[bytes, bytes] = {}
         for _ in range(count):
             if turn.is_over():
@@ -340,7 +322,7 @@ class RocksStore:
 
     def _page(self, prefix: bytes, start: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """Up to ``limit`` records from ``start`` on, fewer when time is up; at least one if any."""
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         items = self._items(start)
         skip = len(prefix)
         records: list[tuple[bytes, bytes]] = []
@@ -356,7 +338,7 @@ class RocksStore:
 
     def _count_from(self, prefix: bytes, start: bytes) -> tuple[int, bytes | None]:
         """Records found in one slice of time, and where to go on; None at the end."""
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         keys = cast(Iterator[bytes], self._open_db().keys(from_key=start))
         total = 0
         with self._reading():
@@ -397,7 +379,7 @@ class RocksStore:
 
     def _spaces_from(self, start: bytes, found: list[bytes]) -> bytes | None:
         """Add the spaces found in one slice of time; where to go on, None at the end."""
-        turn = _Turn(self._clock)
+        turn = Turn(self._clock)
         cursor = self._open_db().iter()
         while not turn.is_over():
             cursor.seek(start)
