@@ -28,7 +28,7 @@ class CacheSettings:
     write_timeout_s_max: int = limits.WRITE_TIMEOUT_S_MAX
     empty_session_timeout_s: int = limits.EMPTY_SESSION_TIMEOUT_S
     grace_s_min: float = limits.GRACE_S_MIN
-    cache_bytes: int = 1 << 30
+    read_cache_bytes: int = 1 << 30
 
 
 class Context:

@@ -76,9 +76,7 @@ def choose(
     return max(ordered, key=lambda c: c.room)
 
 
-def grant(
-    sizes: Sequence[int], *, group_room: int, type_room: int, key_room: int
-) -> Grant:
+def grant(sizes: Sequence[int], *, group_room: int, type_room: int, key_room: int) -> Grant:
     """How many leading blocks of the given sizes (bytes) fit under all limits."""
     limits = [
         ("QUOTA_GROUP", _fitting(sizes, group_room)),

@@ -68,6 +68,7 @@ class InstanceIndex:
         self.group = instance.instance_group
         self.shard_count = instance.shard_count
         self.trim = instance.trim
+        self.trimmed_to = -1
         self.closed = False
         self.loaded = False
         self.lost_writes = 0
@@ -299,7 +300,9 @@ class InstanceIndex:
         All its extents must be cached, since a row leaves with them.
         """
         cached = self.shared.cache.views
-        if generation == self.row_generation and all(cached.get(view.extent.extent_id) is view for view, _ in refs):
+        if generation == self.row_generation and all(
+            cached.get(view.extent.extent_id) is view for view, _ in refs
+        ):
             self.shared.cache.link(key, refs)
 
     def _known_gone(self, extent_id: bytes) -> bool:

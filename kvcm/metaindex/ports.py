@@ -15,6 +15,10 @@ class Addresses(Protocol):
     @property
     def type(self) -> StorageType: ...
 
+    @property
+    def touched(self) -> bool:
+        """Whether objects are to be made ahead of their writer, in the background."""
+
     def place(self, extent: ExtentName, specs: Sequence[SpecSlots]) -> bytes: ...
 
     def uris(

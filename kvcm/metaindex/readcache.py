@@ -118,6 +118,12 @@ class View:
             self._more[selector] = made
         return made
 
+    def entries(self, as_json: bool) -> list[bytes]:
+        """Encoded locations of all blocks whatever their state, not kept; [] without storage."""
+        if self.storage is None:
+            return []
+        return answers.location_entries(self.extent, self.owner, self.storage, 0, as_json)
+
     def covering(self, needed: int) -> int:
         """Positions that hold a place (open or serving) and carry every spec of ``needed``."""
         found = self._covering.get(needed)

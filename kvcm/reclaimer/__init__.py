@@ -1,0 +1,1 @@
+"""Space: time-outs, watermarks, eviction, deleting bytes (design.md §5)."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvcm.cache.api import CacheService
+from kvcm.cache.base import CacheSettings
+from kvcm.cache.manager import CacheManager
 from kvcm.core.clock import Clock
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
+from kvcm.reclaimer.loops import Surroundings, build_loops
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
 from kvcm.server.settings import Settings
@@ -34,7 +37,7 @@ class BuildCache(Protocol):
         settings: Settings,
         clock: Clock,
         registry: Registry,
-        store: Any,
+        store: KVStore,
         backends: BackendSet,
     ) -> ManagedCache: ...
 
@@ -64,14 +67,43 @@ def build_backends(settings: Settings, clock: Clock) -> BackendSet:
     )
 
 
+class Manager(CacheManager):
+    """The use cases of a leader with their background loops."""
+
+    loops: list[Loop]
+
+    async def open(self) -> None:
+        """Open the use cases, then make the loops (nothing runs yet)."""
+        await super().open()
+        self.loops = list(build_loops(self._surroundings()))
+
+    def _surroundings(self) -> Surroundings:
+        registry, settings = self._registry, self._settings
+        return Surroundings(
+            index=self.index,
+            clock=self._clock,
+            groups=lambda: registry.view.groups.values(),
+            backend=self._backends.get,
+            registered=lambda name: name in registry.view.storages,
+            grace_s=self._grace_s,
+            late_s=float(settings.write_timeout_s_max),
+            forget_instance=registry.forget_instance,
+        )
+
+    def _grace_s(self, group: str) -> float:
+        found = self._registry.view.groups.get(group)
+        cache = found.cache_config if found is not None else None
+        reclaim = cache.reclaim_strategy if cache is not None else None
+        delay_s = reclaim.delay_before_delete_ms / 1000 if reclaim is not None else 0.0
+        return max(delay_s, self._settings.grace_s_min)
+
+
 def build_cache(
-    settings: Settings, clock: Clock, registry: Registry, store: Any, backends: BackendSet
+    settings: Settings, clock: Clock, registry: Registry, store: KVStore, backends: BackendSet
 ) -> ManagedCache:
     """The use cases, not open yet."""
-    from kvcm.cache.manager import CacheManager, CacheSettings
-
     options = settings.cache
-    cache: ManagedCache = CacheManager(
+    return Manager(
         registry,
         store,
         backends,
@@ -84,4 +116,3 @@ def build_cache(
             grace_s_min=options.grace_s_min,
         ),
     )
-    return cache

@@ -56,6 +56,8 @@ class DataStorageBackend(Protocol):
     config: StorageConfig
     type: StorageType
     capabilities: Capability
+    touched: bool
+    """Capability TOUCH is declared: objects are to be made ahead of their writer."""
 
     async def open(self) -> None:
         """Make the storage usable (create its root, check it when the config says so).

@@ -70,6 +70,7 @@ class PosixBackend:
         self.capabilities = Capability.EXISTS | Capability.LIST
         if _flag(config, "touch_file_when_create"):
             self.capabilities |= Capability.TOUCH
+        self.touched = Capability.TOUCH in self.capabilities
         self._clock = clock
         self._root = root_of(config)
         self._roots = (self._root, *_former_roots(config))

@@ -1,0 +1,257 @@
+"""The cache service of a leader: the use cases over one index, following the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from kvcm.cache.api import (
+    FinishWriteRequest,
+    LookupAnswer,
+    LookupRequest,
+    MetaAnswer,
+    MetaRequest,
+    RemoveRequest,
+    StartWriteAnswer,
+    StartWriteRequest,
+    TrimRequest,
+    Usage,
+    UsageReport,
+)
+from kvcm.cache.base import CacheSettings, Context
+from kvcm.cache.lookup import Lookup
+from kvcm.cache.removal import Removal
+from kvcm.cache.write import Writes
+from kvcm.core.clock import Clock
+from kvcm.core.errors import KvcmError
+from kvcm.core.types import STORAGE_TYPE_NAMES, Instance, InstanceGroup
+from kvcm.metaindex.index import MetaIndex
+from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.ledger import ZERO, Delta
+from kvcm.metaindex.records import Phase
+from kvcm.metaindex.shared import Shared
+from kvcm.metaindex.store import KVStore
+from kvcm.registry.view import RegistryView
+from kvcm.storage_backends.base import DataStorageBackend
+
+_log = logging.getLogger(__name__)
+
+
+class RegistryPort(Protocol):
+    """What the cache service asks of the registry."""
+
+    @property
+    def view(self) -> RegistryView: ...
+
+    def subscribe(self, callback: Callable[[RegistryView], None]) -> object: ...
+
+    async def next_epoch(self) -> int: ...
+
+    async def raise_trim(self, instance_uid: str) -> int: ...
+
+    async def close_instance(self, instance_id: str, group: str | None) -> Instance: ...
+
+    async def forget_instance(self, instance_uid: str) -> None: ...
+
+
+class Backends(Protocol):
+    """The opened storages by name."""
+
+    def get(self, name: str) -> DataStorageBackend | None: ...
+
+    def available(self, name: str) -> bool: ...
+
+
+class CacheManager:
+    """Implements ``CacheService`` (kvcm/cache/api.py). Call ``open`` first."""
+
+    def __init__(
+        self,
+        registry: RegistryPort,
+        store: KVStore,
+        backends: Backends,
+        clock: Clock,
+        settings: CacheSettings,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._backends = backends
+        self._clock = clock
+        self._settings = settings
+        self._work: set[asyncio.Task[None]] = set()
+        self._prepared: set[tuple[str, str]] = set()
+
+    async def open(self) -> None:
+        """Take a new epoch and follow the registry. The store must be open.
+
+        Raises:
+            ConfigError, Unavailable: the registry.
+        """
+        epoch = await self._registry.next_epoch()
+        view = self._registry.view
+        self.shared = Shared(
+            self._store,
+            self._backends,
+            self._clock,
+            epoch=epoch,
+            cluster_uid=view.cluster_uid,
+            secret=view.secret,
+            cache_bytes=self._settings.read_cache_bytes,
+        )
+        self.index = MetaIndex(self.shared)
+        context = Context(
+            self.index,
+            self._clock,
+            self._settings,
+            lambda name: self._registry.view.groups.get(name),
+        )
+        self._lookup = Lookup(context)
+        self._writes = Writes(context, self._touch_files)
+        self._removal = Removal(context, self._registry.raise_trim)
+        self._follow(view)
+        self._registry.subscribe(self._follow)
+
+    def _group_of(self, name: str) -> InstanceGroup | None:
+        return self._registry.view.groups.get(name)
+
+    def _follow(self, view: RegistryView) -> None:
+        for config in view.storages.values():
+            self.shared.storage_types[config.global_unique_name] = config.type
+        self.index.follow(view.instances.values(), view.closing)
+
+    async def close(self) -> None:
+        """Wait for clean-ups and save the access stamps."""
+        await self._writes.settled()
+        for task in self._work:
+            task.cancel()
+        if self._work:
+            await asyncio.wait(self._work)
+        for index in list(self.index.by_uid.values()):
+            try:
+                while await index.save_stamps(1024):
+                    pass
+            except KvcmError as error:
+                _log.warning("access stamps of instance %s are not saved: %s", index.uid, error)
+
+    # ---- use cases ---------------------------------------------------------------------------
+
+    async def lookup(self, request: LookupRequest) -> LookupAnswer:
+        """See ``Lookup.lookup``."""
+        return await self._lookup.lookup(request)
+
+    async def get_meta(self, request: MetaRequest) -> MetaAnswer:
+        """See ``Lookup.get_meta``."""
+        return await self._lookup.get_meta(request)
+
+    async def start_write(self, request: StartWriteRequest) -> StartWriteAnswer:
+        """See ``Writes.start``."""
+        return await self._writes.start(request)
+
+    async def finish_write(self, request: FinishWriteRequest) -> None:
+        """See ``Writes.finish``."""
+        await self._writes.finish(request)
+
+    async def abandon(self, instance_id: str, session_id: str) -> None:
+        """See ``Writes.abandon``."""
+        await self._writes.abandon(instance_id, session_id)
+
+    async def remove(self, request: RemoveRequest) -> None:
+        """See ``Removal.remove``."""
+        await self._removal.remove(request)
+
+    async def trim(self, request: TrimRequest) -> None:
+        """See ``Removal.trim``."""
+        await self._removal.trim(request)
+
+    async def remove_instance(self, instance_id: str, group: str | None) -> None:
+        """Close an instance; its space is freed in the background.
+
+        Raises:
+            InstanceNotExist: none of that id (in that group).
+        """
+        instance = await self._registry.close_instance(instance_id, group)
+        index = self.index.by_uid.get(instance.uid)
+        if index is not None:
+            index.closed = True
+
+    # ---- storages and instances --------------------------------------------------------------
+
+    def prepare_instance(self, instance_id: str) -> None:
+        """Make the folders of a registered instance on its group's storages, in the background."""
+        view = self._registry.view
+        instance = view.instances.get(instance_id)
+        group = view.groups.get(instance.instance_group) if instance is not None else None
+        if instance is None or group is None:
+            return
+        for name in group.storage_candidates:
+            backend = self._backends.get(name)
+            if backend is not None and (instance.uid, name) not in self._prepared:
+                self._prepared.add((instance.uid, name))
+                self._later(backend.prepare(self.shared.cluster_uid, instance.uid))
+
+    def _touch_files(self, index: InstanceIndex, storage: str, names: list[str]) -> None:
+        backend = self._backends.get(storage)
+        if backend is not None:
+            self._later(backend.touch(names))
+
+    def _later(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except KvcmError as error:
+                _log.warning("preparing files: %s", error)
+
+        task = asyncio.ensure_future(run())
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def storage_blocks(self, storage: str) -> int:
+        """Locations (open and serving) on a storage."""
+        return self.shared.ledger.storage(storage).blocks
+
+    async def drop_storage(self, storage: str) -> None:
+        """Forget all blocks of a storage: they become misses.
+
+        Raises:
+            NotReady: the index store failed; call again.
+        """
+        for index in list(self.index.by_uid.values()):
+            for entry in list(index.book.entries.values()):
+                if entry.storage == storage and entry.phase in (Phase.OPEN, Phase.SETTLED):
+                    await self._removal.retire(index, entry)
+
+    def busy_instance_uids(self) -> set[str]:
+        """Uids of instances that hold blocks or open sessions, or are not loaded yet."""
+        ledger = self.shared.ledger
+        return {
+            uid
+            for uid, index in self.index.by_uid.items()
+            if not index.closed and (not index.loaded or ledger.instance(uid).blocks)
+        }
+
+    def usage(self) -> UsageReport:
+        """Space by instance, group, storage and type."""
+        ledger = self.shared.ledger
+        report = UsageReport()
+        for uid, index in self.index.by_uid.items():
+            name = index.instance.instance_id
+            if index.closed:
+                name += f" (removed, {uid})"
+            report.instances[name] = _usage(ledger.instance(uid))
+            entries = index.book.entries.values()
+            report.extents += len(entries)
+            report.sessions += sum(e.phase is Phase.OPEN for e in entries)
+        view = self._registry.view
+        for group in view.groups:
+            report.groups[group] = _usage(ledger.group(group))
+        for storage in view.storages:
+            report.storages[storage] = _usage(ledger.storage(storage))
+        for (group, kind), delta in ledger.group_types.items():
+            report.group_types[group, STORAGE_TYPE_NAMES.get(kind, "")] = _usage(delta)
+        return report
+
+
+def _usage(delta: Delta) -> Usage:
+    return Usage(*delta) if delta != ZERO else Usage()
