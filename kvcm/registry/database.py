@@ -91,8 +91,6 @@ def _prepare_sqlite(engine: Engine, url: URL) -> None:
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: Any, _record: Any) -> None:
-        # The driver's own transaction control would leave DDL outside of transactions.
-        connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
         cursor.execute("PRAGMA journal_mode = WAL")
@@ -102,6 +100,7 @@ def _prepare_sqlite(engine: Engine, url: URL) -> None:
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        # A deferred transaction that writes late fails at once when another writer was quicker.
+        # Left to itself the driver begins at the first write, after what a rule has read, and a
+        # deferred transaction that writes late fails at once when another writer was quicker.
         read = connection.get_execution_options().get("kvcm_read", False)
         connection.exec_driver_sql("BEGIN" if read else "BEGIN IMMEDIATE")

@@ -193,7 +193,9 @@ def load_state(connection: Connection) -> RegistryState:
     row = connection.execute(select(STATE)).one()
     storages = connection.execute(select(STORAGES.c.name, STORAGES.c.body)).all()
     groups = connection.execute(select(GROUPS.c.name, GROUPS.c.body)).all()
-    instances = connection.execute(select(INSTANCES.c.uid, INSTANCES.c.body)).all()
+    # By uid is by age.
+    by_age = select(INSTANCES.c.uid, INSTANCES.c.body).order_by(INSTANCES.c.uid)
+    instances = connection.execute(by_age).all()
     accounts = connection.execute(select(ACCOUNTS)).all()
     parsed = [_parse(Instance, "instances", uid, body) for uid, body in instances]
     return RegistryState(

@@ -26,6 +26,7 @@ from kvcm.registry.defaults import default_group, default_storage
 from kvcm.registry.registry import Registry
 from kvcm.registry.view import RegistryView
 from kvcm.testing.clock import SimClock
+from kvcm.testing.eventually import eventually
 
 
 async def test_a_storage_of_a_known_name_is_a_duplicate(registry: Registry) -> None:
@@ -223,8 +224,7 @@ async def test_a_cancelled_change_is_still_published(registry: Registry) -> None
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await registry.refresh()
-    assert set(registry.view.instances) == {"model-a"}
+    await eventually(lambda: set(registry.view.instances) == {"model-a"})
 
 
 async def test_a_failing_subscriber_stops_nobody(
