@@ -39,7 +39,7 @@ def decode(body: bytes, kind: type[M]) -> M:
             return kind(**fields)
         except (TypeError, ValueError):
             return json_format.ParseDict(fields, kind(), ignore_unknown_fields=True)
-    except (msgspec.DecodeError, json_format.ParseError) as error:
+    except (msgspec.DecodeError, json_format.ParseError, TypeError, ValueError) as error:
         raise KvcmError(f"the reply is no JSON of {kind.DESCRIPTOR.name}: {error}") from error
 
 

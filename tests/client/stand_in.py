@@ -148,6 +148,8 @@ class GrpcServer:
 class _HttpServer(ThreadingHTTPServer):
     """Knows its connections, to break them when it stops."""
 
+    request_queue_size = 128
+
     def __init__(self, *args: Any) -> None:
         self.connections: list[socket.socket] = []
         super().__init__(*args)
@@ -170,6 +172,7 @@ class HttpServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = 65536  # head and body leave together
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
