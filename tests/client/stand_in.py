@@ -165,9 +165,9 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 class HttpServer:
-    """The stand-in on an HTTP port of 127.0.0.1."""
+    """The stand-in on an HTTP port of 127.0.0.1 (or another loopback host)."""
 
-    def __init__(self, stand_in: StandIn, port: int = 0) -> None:
+    def __init__(self, stand_in: StandIn, host: str = "127.0.0.1", port: int = 0) -> None:
         stand_in_ = stand_in
 
         class Handler(BaseHTTPRequestHandler):
@@ -205,11 +205,11 @@ class HttpServer:
                 pass
 
         self._stand_in = stand_in
-        self._server = _HttpServer(("127.0.0.1", port), Handler)
+        self._server = _HttpServer((host, port), Handler)
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self.port = self._server.server_address[1]
-        self.address = f"http://127.0.0.1:{self.port}"
+        self.address = f"http://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
