@@ -101,16 +101,28 @@ def _behaviour(
         except ReplyTooLarge as error:
             await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         if reply.lost is not None:
-            # The framework cancels this task when the client cancels or its deadline passes; one
-            # turn of the loop delivers a cancellation that came while the reply was encoded.
-            try:
-                await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                reply.lost()
-                raise
+            await _still_wanted(context, reply.lost)
         return reply.body
 
     return handle
+
+
+async def _still_wanted(
+    context: grpc.aio.ServicerContext[bytes, bytes], lost: Callable[[], None]
+) -> None:
+    """Calls ``lost`` when the client has cancelled or its deadline has passed.
+
+    The framework then cancels this task; one turn of the loop delivers a cancellation that came
+    while the reply was encoded.
+    """
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        lost()
+        raise
+    remaining = context.time_remaining()
+    if remaining is not None and remaining <= 0:
+        lost()
 
 
 async def _abort(

@@ -124,21 +124,29 @@ class HttpApi:
     async def _grant(self, endpoint: Endpoint, body: bytes, receive: Receive, send: Send) -> None:
         """As the plain call, and what was granted is given back when the client has left."""
         left = asyncio.ensure_future(_disconnected(receive))
+        running = asyncio.ensure_future(_run(endpoint, body))
+        delivered = False
         try:
-            reply = await _run(endpoint, body)
-            if reply.lost is not None:
-                try:
-                    # A turn of the loop, in which a pending disconnect comes through.
-                    await asyncio.sleep(0)
-                except asyncio.CancelledError:
-                    reply.lost()
-                    raise
-                if left.done():
-                    reply.lost()
-                    return
-            await _send(send, HTTPStatus.OK, reply.body)
+            await asyncio.wait((running, left), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                reply = await running
+                # A turn of the loop, in which a pending disconnect comes through.
+                await asyncio.sleep(0)
+                if not left.done():
+                    await _send(send, HTTPStatus.OK, reply.body)
+                    delivered = True
         finally:
             left.cancel()
+            if not delivered:
+                _give_back(running)
+
+
+def _give_back(running: asyncio.Future[Reply]) -> None:
+    """Undo a call whose reply nobody gets; one under way undoes itself when cancelled."""
+    if not running.cancel() and not running.cancelled() and running.exception() is None:
+        lost = running.result().lost
+        if lost is not None:
+            lost()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -53,13 +53,13 @@ class Manager:
         self,
         settings: Settings,
         clock: Clock | None = None,
-        build_cache: wiring.BuildCache = wiring.build_cache,
+        build_cache: wiring.BuildCache | None = None,
     ) -> None:
         self.settings = settings
         self.ready = False
         self.ports = Ports(0, 0, 0, 0)
         self._clock = clock or SystemClock()
-        self._build_cache = build_cache
+        self._build_cache = build_cache or wiring.build_cache
         self._undo: list[Callable[[], Awaitable[None]]] = []
         self._grpc: list[GrpcListener] = []
         self._http: list[HttpListener] = []
@@ -127,7 +127,7 @@ class Manager:
 
         supervisor = Supervisor(clock)
         self._on_stop(supervisor.stop)
-        supervisor.start([*cache.loops, backends])
+        supervisor.start([*getattr(cache, "loops", ()), backends])
 
         await self._listen(registry, cache, backends)
         self.ready = True
