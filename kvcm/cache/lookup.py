@@ -198,7 +198,7 @@ class Lookup:
                 if e in views and views[e].live >> p & 1 and views[e].key_at(p) == raw
             ]
             found.sort(key=lambda ref: not ref[0].serving >> ref[1] & 1)
-            pieces.append(self._entry_bytes(*found[0], as_json) if found else miss)
+            pieces.append(self._entry_bytes(*found[0], as_json, miss) if found else miss)
             metas.append(_meta(found, request.detail_level))
             size += len(pieces[-1]) + len(metas[-1])
         if size > self._context.settings.reply_bytes_max:
@@ -208,11 +208,9 @@ class Lookup:
             )
         return MetaAnswer(answers.close_body(pieces, as_json), metas)
 
-    def _entry_bytes(self, view: View, position: int, as_json: bool) -> bytes:
-        if view.storage is None:
-            return b""
+    def _entry_bytes(self, view: View, position: int, as_json: bool, miss: bytes) -> bytes:
         entries = view.entries(as_json)
-        return answers.frame([entries[position]], answers.LOOKUP_TAG, as_json)[0]
+        return entries[position] if entries else miss
 
 
 def _shown(view: View, selector: Selector) -> Answers:

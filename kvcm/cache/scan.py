@@ -42,7 +42,7 @@ class Scan:
         self.raw = raw
         self.segments: list[Segment] = []
         self.others: dict[int, RowRefs] = {}
-        self._loaded: dict[int, list[Ref]] = {}
+        self._loaded: dict[int, Sequence[Ref]] = {}
         self._chunk = _CHUNK_FIRST
 
     async def run(self, start: int, end: int, usable: Usable) -> None:
@@ -58,7 +58,7 @@ class Scan:
             if found is None:
                 found = self._loaded.get(keys[i])
                 if found is None:
-                    await self._fill(i, end)
+                    i += await self._fill(i, end)
                     continue
             i += self._take(i, end, found, usable) if found else 1
 
@@ -82,17 +82,21 @@ class Scan:
             self.others[i] = kept
         return 1
 
-    async def _fill(self, i: int, end: int) -> None:
-        keys = list(self.keys[i : min(i + self._chunk, end)])
+    async def _fill(self, i: int, end: int) -> int:
+        """Read rows from key ``i`` on; returns how many of the first keys have none."""
+        keys = self.keys[i : min(i + self._chunk, end)]
         self._chunk = min(self._chunk * 4, _CHUNK_MAX)
         generation = self.index.row_generation
         rows = await self.index.rows_of(keys)
-        wanted = {e for refs in rows for e, _ in refs}
-        views = await self.index.views_of(wanted) if wanted else {}
+        if not any(rows):
+            return len(keys)
+        views = await self.index.views_of({e for refs in rows for e, _ in refs})
         for key, row in zip(keys, rows, strict=True):
-            self._loaded[key] = [(views[e], p) for e, p in row if e in views] if row else []
-        if self._loaded[keys[0]]:
-            self.index.link(keys[0], self._loaded[keys[0]], generation)
+            self._loaded[key] = [(views[e], p) for e, p in row if e in views] if row else ()
+        first = self._loaded[keys[0]]
+        if first:
+            self.index.link(keys[0], first, generation)
+        return next(n for n, row in enumerate(rows) if row)
 
     def missing(self, start: int, end: int) -> Iterator[int]:
         """Indexes in [start, end) that no segment covers, ascending."""

@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kvcm.cache import placement
 from kvcm.cache.api import (
     FinishWriteRequest,
@@ -139,12 +141,10 @@ class Writes:
         scan = Scan(index, keys, raw)
         for start, end in _stretches(needed, len(keys)):
             await scan.run(start, end, self._holds(index, needed[start if len(needed) > 1 else 0]))
-        seen: set[int] = set()
-        missing: list[int] = []
-        for i in scan.missing(0, len(keys)):
-            if keys[i] not in seen:
-                seen.add(keys[i])
-                missing.append(i)
+        missing = list(scan.missing(0, len(keys)))
+        if len({keys[i] for i in missing}) < len(missing):
+            # A key twice in one request is granted once.
+            missing = sorted({keys[i]: i for i in reversed(missing)}.values())
         plan = _Plan(keys, needed, scan, missing, "", "")
         if missing:
             self._limit(index, plan)
@@ -169,7 +169,11 @@ class Writes:
     def _limit(self, index: InstanceIndex, plan: _Plan) -> None:
         """Choose the storage and cut the grant to a leading part that fits all limits."""
         group = self._group(index)
-        sizes = [_size_of(index, _at(plan.needed, i)) for i in plan.granted]
+        size_of = {n: _size_of(index, n) for n in set(plan.needed)}
+        if len(plan.needed) > 1:
+            sizes = [size_of[plan.needed[i]] for i in plan.granted]
+        else:
+            sizes = [size_of[plan.needed[0]]] * len(plan.granted)
         chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
         if chosen is None:
             raise NoStorage(
@@ -263,10 +267,12 @@ class Writes:
         storage = shared.storages.get(plan.storage)
         if storage is None:
             raise NoStorage(f"storage {plan.storage!r} is not open", reason="NO_STORAGE")
-        sets, subset_of = _subsets([_at(plan.needed, i) for i in plan.granted])
+        needed = plan.needed
+        sets, subset_of = _subsets([needed[i] for i in plan.granted] if len(needed) > 1 else needed)
+        runs = _runs(plan)
         draft = Extent(
             extent_id=shared.new_extent_id(),
-            keys=b"".join(plan.scan.raw[8 * i : 8 * i + 8] for i in plan.granted),
+            keys=_keys_of(plan, runs),
             storage=plan.storage,
             storage_type=int(storage.type),
             descriptor=b"",
@@ -274,7 +280,7 @@ class Writes:
             spec_sets=sets,
             subset_of=subset_of,
             trim=index.trim,
-            runs=_runs(plan),
+            runs=runs,
             started_ms=self._context.now_ms(),
             timeout_s=timeout_s,
         )
@@ -294,8 +300,9 @@ class Writes:
             raise NoStorage(f"storage {extent.storage!r} was closed", reason="NO_STORAGE")
         as_json = form is WireForm.JSON
         owner = answers.owner_of(shared.cluster_uid, index.uid, extent)
-        entries = answers.location_entries(extent, owner, storage, 0, as_json)
-        return answers.close_body(answers.frame(entries, answers.START_TAG, as_json), as_json)
+        tag = answers.START_TAG
+        entries = answers.location_entries(extent, owner, storage, 0, as_json, tag)
+        return answers.close_body(entries, as_json)
 
     def _aborted(self, index: InstanceIndex, state: State) -> State | None:
         if state.phase is not Phase.OPEN:
@@ -404,8 +411,13 @@ def _needed(index: InstanceIndex, names: Sequence[str], count: int) -> list[int]
     return [groups[n] for n in names]
 
 
-def _at(needed: Sequence[int], i: int) -> int:
-    return needed[i] if len(needed) > 1 else needed[0]
+def _keys_of(plan: _Plan, runs: Sequence[Run]) -> bytes:
+    """Raw keys of the granted blocks, cut from the request run by run."""
+    ends = [*(r.start for r in runs[1:]), len(plan.granted)]
+    return b"".join(
+        plan.scan.raw[8 * r.depth : 8 * (r.depth + end - r.start)]
+        for r, end in zip(runs, ends, strict=True)
+    )
 
 
 def _stretches(needed: Sequence[int], count: int) -> list[tuple[int, int]]:
@@ -448,12 +460,13 @@ def _runs(plan: _Plan) -> tuple[Run, ...]:
         s.start + s.length: (s.view.extent.extent_id, s.position + s.length - 1)
         for s in plan.scan.segments
     }
+    granted = np.asarray(plan.granted, dtype=np.int64)
+    starts = [0, *(np.flatnonzero(np.diff(granted) != 1) + 1).tolist()]
     runs: list[Run] = []
-    for position, i in enumerate(plan.granted):
-        if position and plan.granted[position - 1] == i - 1:
-            continue
-        parent, parent_position = before.get(i, (None, 0))
-        runs.append(Run(position, i, parent, parent_position))
+    for position in starts:
+        depth = plan.granted[position]
+        parent, parent_position = before.get(depth, (None, 0))
+        runs.append(Run(position, depth, parent, parent_position))
     return tuple(runs)
 
 

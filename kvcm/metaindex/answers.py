@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -74,85 +75,95 @@ def uris_of(extent: Extent, owner: ExtentName, storage: Addresses) -> list[list[
 
 
 def location_entries(
-    extent: Extent, owner: ExtentName, storage: Addresses, asked: int, as_json: bool
+    extent: Extent,
+    owner: ExtentName,
+    storage: Addresses,
+    asked: int,
+    as_json: bool,
+    tag: bytes = LOOKUP_TAG,
 ) -> list[bytes]:
-    """One encoded CacheLocation a block, without tag and length (or without comma)."""
-    encode = _json_spec if as_json else _proto_spec
-    finish = _json_location if as_json else _proto_location
-    per_spec = [
-        [encode(name, uri) for uri in uris]
-        for (name, _), uris in zip(extent.specs, uris_of(extent, owner, storage), strict=True)
-    ]
+    """One encoded CacheLocation a block, framed: with tag and length, or with a comma behind."""
+    per_spec = uris_of(extent, owner, storage)
     wanted = [s for s in range(len(extent.specs)) if not asked or asked >> s & 1]
+    encode = _json_locations if as_json else _proto_locations
     if not extent.subset_of:
         subset = extent.spec_sets[0]
-        columns = [per_spec[s] for s in wanted if subset >> s & 1]
-        return finish(extent.storage_type, subset.bit_count(), columns, extent.count)
+        columns = [(extent.specs[s][0], per_spec[s]) for s in wanted if subset >> s & 1]
+        return encode(extent.storage_type, subset.bit_count(), columns, extent.count, tag)
     out: list[bytes] = []
     cursors = [0] * len(extent.specs)
     for position in range(extent.count):
         subset = extent.set_at(position)
-        columns = [[per_spec[s][cursors[s]]] for s in wanted if subset >> s & 1]
-        out += finish(extent.storage_type, subset.bit_count(), columns, 1)
+        columns = [
+            (extent.specs[s][0], per_spec[s][cursors[s] : cursors[s] + 1])
+            for s in wanted
+            if subset >> s & 1
+        ]
+        out += encode(extent.storage_type, subset.bit_count(), columns, 1, tag)
         for s in range(len(cursors)):
             cursors[s] += subset >> s & 1
     return out
 
 
-def _proto_spec(name: str, uri: str) -> bytes:
-    n, u = name.encode(), uri.encode()
-    body = b"\x0a" + encode_varint(len(n)) + n if n else b""
-    if u:
-        body += b"\x12" + encode_varint(len(u)) + u
-    return b"\x1a" + encode_varint(len(body)) + body
+Columns = Sequence[tuple[str, Sequence[str]]]
+"""Spec name and its URIs, one a block."""
 
 
-def _proto_location(
-    storage_type: int, spec_size: int, columns: Sequence[Sequence[bytes]], count: int
+def _proto_locations(
+    storage_type: int, spec_size: int, columns: Columns, count: int, tag: bytes
 ) -> list[bytes]:
     head = b"\x08" + encode_varint(storage_type) if storage_type else b""
     head += b"\x10" + encode_varint(spec_size) if spec_size else b""
-    if not columns:
-        return [head] * count
     if len(columns) == 1:
-        return [head + spec for spec in columns[0]]
-    return [head + b"".join(specs) for specs in zip(*columns, strict=True)]
+        # All but the URI depends on the URI's length alone.
+        name, uris = columns[0]
+        encoded = [uri.encode() for uri in uris]
+        before = {}
+        for size in set(map(len, encoded)):
+            spec = _spec_head(name, size)
+            before[size] = tag + encode_varint(len(head) + len(spec) + size) + head + spec
+        return [before[len(uri)] + uri for uri in encoded]
+    parts = []
+    for name, uris in columns:
+        encoded = [uri.encode() for uri in uris]
+        heads = {size: _spec_head(name, size) for size in set(map(len, encoded))}
+        parts.append([heads[len(uri)] + uri for uri in encoded])
+    bodies = [head + b"".join(specs) for specs in zip(*parts, strict=True)] or [head] * count
+    prefix = {size: tag + encode_varint(size) for size in set(map(len, bodies))}
+    return [prefix[len(body)] + body for body in bodies]
 
 
-def _json_spec(name: str, uri: str) -> bytes:
-    return b'{"name":' + _json(name) + b',"uri":' + _json(uri) + b"}"
+def _spec_head(name: str, uri_size: int) -> bytes:
+    """A LocationSpec field up to its URI's bytes."""
+    n = name.encode()
+    body = b"\x0a" + encode_varint(len(n)) + n if n else b""
+    if uri_size:
+        body += b"\x12" + encode_varint(uri_size)
+    return b"\x1a" + encode_varint(len(body) + uri_size) + body
 
 
-def _json_location(
-    storage_type: int, spec_size: int, columns: Sequence[Sequence[bytes]], count: int
+def _json_locations(
+    storage_type: int, spec_size: int, columns: Columns, count: int, _tag: bytes
 ) -> list[bytes]:
     name = _TYPE_NAMES[StorageType(storage_type)]
     head = f'{{"type":"{name}","spec_size":{spec_size},"location_specs":['.encode()
     if not columns:
-        return [head + b"]}"] * count
-    return [head + b",".join(specs) + b"]}" for specs in zip(*columns, strict=True)]
-
-
-def frame(entries: Sequence[bytes], tag: bytes, as_json: bool) -> list[bytes]:
-    """Entries as they stand in an answer: with tag and length, or with a comma behind."""
-    if as_json:
-        return [e + b"," for e in entries]
-    lengths = {len(e) for e in entries}
-    prefix = {n: tag + encode_varint(n) for n in lengths}
-    return [prefix[len(e)] + e for e in entries]
+        return [head + b"]},"] * count
+    parts = []
+    for i, (spec, uris) in enumerate(columns):
+        before = (b"," if i else head) + b'{"name":' + _json(spec) + b',"uri":'
+        parts.append([before + _json(uri) for uri in uris])
+    if len(parts) == 1:
+        return [part + b"}]}," for part in parts[0]]
+    return [b"}".join(specs) + b"}]}," for specs in zip(*parts, strict=True)]
 
 
 def build(
     extent: Extent, serving: int, owner: ExtentName, storage: Addresses, selector: Selector
 ) -> Answers:
     """Encode all blocks of an extent for one kind of request; ``ok`` is within ``serving``."""
-    entries = location_entries(extent, owner, storage, selector.asked, selector.json)
-    framed = frame(entries, LOOKUP_TAG, selector.json)
-    offsets = array("I", [0])
-    total = 0
-    for entry in framed:
-        total += len(entry)
-        offsets.append(total)
+    framed = location_entries(extent, owner, storage, selector.asked, selector.json)
+    offsets = array("I", accumulate(map(len, framed), initial=0))
     return Answers(b"".join(framed), offsets, carrying(extent, selector.asked) & serving)
 
 
@@ -177,13 +188,9 @@ def carrying(extent: Extent, asked: int) -> int:
 
 def placeholder(spec_names: Sequence[str], asked: int, as_json: bool) -> bytes:
     """The entry of a miss (wire.md §4), framed like the others."""
-    encode = _json_spec if as_json else _proto_spec
-    finish = _json_location if as_json else _proto_location
-    columns = [
-        [encode(name, "")] for s, name in enumerate(spec_names) if not asked or asked >> s & 1
-    ]
-    entry = finish(StorageType.UNSPECIFIED, len(spec_names), columns, 1)
-    return frame(entry, LOOKUP_TAG, as_json)[0]
+    encode = _json_locations if as_json else _proto_locations
+    columns = [(name, [""]) for s, name in enumerate(spec_names) if not asked or asked >> s & 1]
+    return encode(StorageType.UNSPECIFIED, len(spec_names), columns, 1, LOOKUP_TAG)[0]
 
 
 def close_body(pieces: Sequence[bytes], as_json: bool) -> bytes:

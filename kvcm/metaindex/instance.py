@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import CorruptRecord, InternalError, OutcomeUnknown, StaleFence
@@ -25,7 +27,7 @@ from kvcm.metaindex.layout import Layout, Waste, live_blocks, live_bytes, spec_s
 from kvcm.metaindex.ledger import Delta, to_counters
 from kvcm.metaindex.readcache import Ref, View
 from kvcm.metaindex.records import Extent, Phase, State, Trash
-from kvcm.metaindex.shards import Shards, shard_of, shards_of
+from kvcm.metaindex.shards import Shards, by_shard, shard_of
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 
@@ -35,6 +37,7 @@ _ROWS_PER_COMMIT = 1024
 
 Decide = Callable[[Extent, State], State | None]
 RowRefs = list[tuple[bytes, int]]
+_NO_REFS: RowRefs = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,12 @@ def held_by(extent: Extent, state: State) -> Delta:
     if state.phase is Phase.SETTLED:
         return Delta(serving_bytes=size, dead_bytes=state.dead, serving_blocks=count)
     return Delta()
+
+
+def _raw_keys(keys: npt.NDArray[np.int64]) -> list[bytes]:
+    """The row key of each block key: raw little-endian, 8 bytes."""
+    raw = keys.astype("<i8").tobytes()
+    return [raw[i : i + 8] for i in range(0, len(raw), 8)]
 
 
 class InstanceIndex:
@@ -228,21 +237,15 @@ class InstanceIndex:
             got = await self.shared.store.get_many([(self.shards.id(number), [raw])], Table.ROWS)
             return [self._row(got[0][0])]
         values = np.asarray(keys, dtype=np.int64)
-        numbers = shards_of(values, self.shard_count)
-        order = np.argsort(numbers, kind="stable")
-        raw_all = values.astype("<i8").tobytes()
-        groups: dict[int, list[int]] = {}
-        for index in order.tolist():
-            groups.setdefault(int(numbers[index]), []).append(index)
-        await self.shards.ensure(groups)
-        asked = [
-            (self.shards.id(n), [raw_all[8 * i : 8 * i + 8] for i in members])
-            for n, members in groups.items()
-        ]
-        out: list[RowRefs] = [[]] * len(keys)
+        groups = by_shard(values, self.shard_count)
+        await self.shards.ensure(number for number, _ in groups)
+        asked = [(self.shards.id(n), _raw_keys(values[members])) for n, members in groups]
+        out: list[RowRefs] = [_NO_REFS] * len(keys)
         answers = await self.shared.store.get_many(asked, Table.ROWS)
-        for members, found in zip(groups.values(), answers, strict=True):
-            for index, value in zip(members, found, strict=True):
+        for (_, members), found in zip(groups, answers, strict=True):
+            if found.count(None) == len(found):
+                continue
+            for index, value in zip(members.tolist(), found, strict=True):
                 if value is not None:
                     out[index] = self._row(value)
         return out
@@ -544,18 +547,24 @@ class InstanceIndex:
         self, extent: Extent, old_refs: Mapping[int, RowRefs]
     ) -> list[tuple[int, list[Mutation]]]:
         keys = np.frombuffer(extent.keys, dtype="<i8").astype(np.int64)
-        numbers = shards_of(keys, self.shard_count)
-        raw, eid = extent.keys, extent.extent_id
-        values = [eid + p.to_bytes(2, "big") for p in range(len(keys))]
-        for position, refs in old_refs.items():
-            kept = b"".join(records.encode_ref(e, p) for e, p in refs)
-            values[position] = kept + values[position]
-        rows = Table.ROWS
-        writes = [Write(rows, raw[8 * i : 8 * i + 8], value) for i, value in enumerate(values)]
-        groups: dict[int, list[Write]] = {}
-        for number, write in zip(numbers.tolist(), writes, strict=True):
-            groups.setdefault(number, []).append(write)
-        return [(number, [Mutation(writes=group)]) for number, group in groups.items()]
+        refs = np.empty((len(keys), EXTENT_ID_BYTES + 2), dtype=np.uint8)
+        refs[:, :EXTENT_ID_BYTES] = np.frombuffer(extent.extent_id, dtype=np.uint8)
+        refs[:, EXTENT_ID_BYTES:] = (
+            np.arange(len(keys), dtype=">u2").view(np.uint8).reshape(len(keys), 2)
+        )
+        commits: list[tuple[int, list[Mutation]]] = []
+        for number, members in by_shard(keys, self.shard_count):
+            raw_keys = _raw_keys(keys[members])
+            raw_refs = refs[members].tobytes()
+            size = EXTENT_ID_BYTES + 2
+            values = [raw_refs[i : i + size] for i in range(0, len(raw_refs), size)]
+            if old_refs:
+                for at, position in enumerate(members.tolist()):
+                    kept = old_refs.get(position, ())
+                    values[at] = b"".join(records.encode_ref(e, p) for e, p in kept) + values[at]
+            writes = list(map(Write._make, zip(repeat(Table.ROWS), raw_keys, values)))
+            commits.append((number, [Mutation(writes=writes)]))
+        return commits
 
     async def delete_rows(self, extent: Extent) -> int:
         """Remove the rows that still name an extent that is gone; other references stay.

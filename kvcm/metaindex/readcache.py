@@ -119,7 +119,7 @@ class View:
         return made
 
     def entries(self, as_json: bool) -> list[bytes]:
-        """Encoded locations of all blocks whatever their state, not kept; [] without storage."""
+        """Framed locations of all blocks whatever their state, not kept; [] without storage."""
         if self.storage is None:
             return []
         return answers.location_entries(self.extent, self.owner, self.storage, 0, as_json)

@@ -35,6 +35,18 @@ def shards_of(keys: npt.NDArray[np.int64], shard_count: int) -> npt.NDArray[np.i
     return ((mixed >> np.uint64(40)) & np.uint64(shard_count - 1)).astype(np.int64)
 
 
+def by_shard(
+    keys: npt.NDArray[np.int64], shard_count: int
+) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """(shard, indexes into ``keys``) for each shard that any key lies in."""
+    numbers = shards_of(keys, shard_count)
+    order = np.argsort(numbers, kind="stable")
+    in_order = numbers[order]
+    cuts = np.flatnonzero(np.diff(in_order)) + 1
+    parts = np.split(order, cuts)
+    return [(int(numbers[part[0]]), part) for part in parts if len(part)]
+
+
 class ClaimNumbers:
     """Fences of this leader: one epoch, claims numbered upwards."""
 
