@@ -1,8 +1,8 @@
 """Which address a call goes to next, and whether it may go again: pure, for both clients.
 
-The rules: a request that surely did not take effect (the connection was refused, the manager does
-not lead) goes to the next address, whatever it is. A request whose reply was lost, or which the
-manager was not ready to answer, is repeated only when its method is safe to repeat.
+The rules: a request that did not take effect (the connection was refused, the manager does not
+lead or is not ready) goes to the next address, whatever it is. A request whose reply was lost, or
+whose outcome the manager itself does not know, is repeated only when its method is safe to repeat.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RetryPolicy:
     """How often the addresses are gone through, and the jittered pauses between (seconds)."""
 
-    rounds_max: int = 4
+    rounds_max: int = 6
     backoff_s: float = 0.05
     backoff_s_max: float = 1.0
 
@@ -99,7 +99,7 @@ def attempts(
             except (NotLeader, NotReady) as error:
                 peers.failed(index)
                 seen[index] = error
-                if not (call.method.safe or isinstance(error, NotLeader | Unavailable)):
+                if isinstance(error, OutcomeUnknown) and not call.method.safe:
                     _note(error, call, peers, index)
                     raise
             except KvcmError as error:

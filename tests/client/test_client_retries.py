@@ -23,7 +23,7 @@ from kvcm.core.errors import (
     Unsupported,
 )
 from kvcm.testing.eventually import eventually
-from tests.client.conftest import Connect, Driver, Serve
+from tests.client.conftest import QUICK, Connect, Driver, Serve
 from tests.client.stand_in import GrpcServer, StandIn
 
 REGISTER = ("register_instance", "g", "i", 1, {"tp0": 1})
@@ -209,17 +209,24 @@ async def test_an_unsafe_call_whose_reply_is_lost_is_not_sent_again(
     assert len(manager.asked(method)) == 1
 
 
-async def test_a_manager_that_is_not_ready_is_asked_again_only_where_that_is_safe(
-    manager: StandIn, driver: Driver
+@pytest.mark.parametrize("method", ["GetCacheLocation", "StartWriteCache"])
+async def test_a_manager_that_is_not_ready_is_asked_again(
+    manager: StandIn, driver: Driver, method: str
 ) -> None:
-    for method in ("StartWriteCache", "GetCacheLocation"):
-        manager.refuses(method, ErrorCode.SERVICE_NOT_READY, "recovering")
+    manager.refuses(method, ErrorCode.SERVICE_NOT_READY, "recovering")
     with pytest.raises(NotReady, match="recovering"):
-        await driver.call("start_write_cache", "i", [1])
-    assert len(manager.asked("StartWriteCache")) == 1
-    with pytest.raises(NotReady, match="recovering"):
-        await driver.call("get_cache_location", "i", [1])
-    assert len(manager.asked("GetCacheLocation")) == 3
+        await driver.call(*CALLS[method])
+    assert len(manager.asked(method)) == QUICK.rounds_max
+
+
+@pytest.mark.parametrize(("method", "times"), [("GetCacheLocation", 3), ("StartWriteCache", 1)])
+async def test_an_outcome_the_manager_does_not_know_is_repeated_only_where_that_is_safe(
+    manager: StandIn, driver: Driver, method: str, times: int
+) -> None:
+    manager.refuses(method, ErrorCode.SERVICE_NOT_READY, "store timed out", "OUTCOME_UNKNOWN")
+    with pytest.raises(OutcomeUnknown, match="store timed out"):
+        await driver.call(*CALLS[method])
+    assert len(manager.asked(method)) == times
 
 
 async def test_other_errors_are_not_retried(manager: StandIn, driver: Driver) -> None:
