@@ -39,6 +39,7 @@ from kvcm.metaindex.readcache import View
 from kvcm.metaindex.records import Cause, Extent, Phase, Run, State
 
 _log = logging.getLogger(__name__)
+_LOAD_WAIT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -81,8 +82,7 @@ class Writes:
             NotReady: the instance's index is not loaded yet, or the index store failed.
         """
         index = self._context.instance(request.instance_id)
-        if not index.loaded:
-            raise NotReady(f"instance {request.instance_id[:200]!r} is still being loaded")
+        await self._loaded(index)
         batch = await self._context.keys(index, request)
         keys = batch.array()
         needed = _needed(index, request.group_names, len(keys))
@@ -94,6 +94,16 @@ class Writes:
         except asyncio.CancelledError:
             self._later(self._undo(index, task))
             raise
+
+    async def _loaded(self, index: InstanceIndex) -> None:
+        """A new instance is loaded in a moment; a large one after a restart takes longer."""
+        if not index.loaded:
+            try:
+                async with asyncio.timeout(_LOAD_WAIT_S):
+                    await asyncio.shield(asyncio.ensure_future(index.load()))
+            except TimeoutError as error:
+                name = index.instance.instance_id[:200]
+                raise NotReady(f"instance {name!r} is still being loaded") from error
 
     async def _locked(
         self,

@@ -68,30 +68,45 @@ class Entry:
 
 
 class Book:
-    """Entries of one instance by extent id; ``order`` is the group's, shared by its instances."""
+    """Entries of one instance by extent id; ``order`` is the group's, shared by its instances.
+
+    ``over`` are the retired and aborted ones, kept for repeated finishes; ``dirty`` those whose
+    stamp is not stored yet.
+    """
 
     def __init__(self, order: OrderedDict[Entry, None]) -> None:
         self.entries: dict[bytes, Entry] = {}
         self.order = order
         self.dirty: dict[Entry, None] = {}
+        self.over: dict[bytes, Entry] = {}
+        self.open_count = 0
         self._deadlines: list[tuple[float, bytes]] = []
 
     def add(self, entry: Entry) -> None:
         """Add or replace an entry; a settled one becomes the most recently used."""
-        old = self.entries.get(entry.extent_id)
-        if old is not None:
-            self.order.pop(old, None)
+        self.forget(entry.extent_id)
         self.entries[entry.extent_id] = entry
         if entry.phase is Phase.SETTLED:
             self.order[entry] = None
+        elif entry.phase is Phase.OPEN:
+            self.open_count += 1
+        else:
+            self.over[entry.extent_id] = entry
 
     def settle(self, entry: Entry) -> None:
         """An open entry now serves: it joins the order before its ancestors."""
+        self.open_count -= 1
         self.order[entry] = None
         self.touch((entry,), entry.stamp_ms)
 
-    def leave(self, entry: Entry) -> None:
-        """Take an entry out of the order (retired or aborted); it stays known."""
+    def leave(self, entry: Entry, was: Phase) -> None:
+        """Take an entry that is now retired or aborted out of the order; it stays known."""
+        self.over[entry.extent_id] = entry
+        self._clear(entry, was)
+
+    def _clear(self, entry: Entry, was: Phase) -> None:
+        if was is Phase.OPEN:
+            self.open_count -= 1
         self.order.pop(entry, None)
         self.dirty.pop(entry, None)
         for parent in entry.pinned:
@@ -106,7 +121,8 @@ class Book:
         """Drop an entry for good."""
         entry = self.entries.pop(extent_id, None)
         if entry is not None:
-            self.leave(entry)
+            self.over.pop(extent_id, None)
+            self._clear(entry, entry.phase)
 
     def expect(self, entry: Entry, deadline: float) -> None:
         """An open entry times out at ``deadline`` (monotonic seconds)."""

@@ -6,10 +6,11 @@ the same commit, however many blocks it touches (design.md §3, §4).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import islice, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 _log = logging.getLogger(__name__)
 _CHANGE_TRIES = 8
 _ROWS_PER_COMMIT = 1024
+_SCAN_PAGE = 128
 
 Decide = Callable[[Extent, State], State | None]
 RowRefs = list[tuple[bytes, int]]
@@ -80,6 +82,7 @@ class InstanceIndex:
         self.trimmed_to = -1
         self.closed = False
         self.loaded = False
+        self._loading = asyncio.Lock()
         self.lost_writes = 0
         self.rows: dict[int, tuple[Ref, ...]] = {}
         self.row_generation = 0
@@ -135,16 +138,19 @@ class InstanceIndex:
     # ---- loading -----------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Claim the home shards and read their extents into memory.
+        """Claim the home shards and read their extents into memory; once, however often called.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store; call again.
         """
-        for number in range(HOME_SHARDS):
-            await self.shards.ensure([number])
-            await self._load_shard(number)
-        self._link()
-        self.loaded = True
+        async with self._loading:
+            if self.loaded:
+                return
+            for number in range(HOME_SHARDS):
+                await self.shards.ensure([number])
+                await self._load_shard(number)
+            self._link()
+            self.loaded = True
 
     async def _load_shard(self, number: int) -> None:
         shard = self.shards.id(number)
@@ -157,14 +163,14 @@ class InstanceIndex:
         self._generation[number] += 1
         headers: dict[bytes, Extent] = {}
         counts: dict[bytes, int] = {}
-        async for page in store.scan(shard, Table.EXTENTS):
+        async for page in store.scan(shard, Table.EXTENTS, page=_SCAN_PAGE):
             for key, value in page:
                 if key[EXTENT_ID_BYTES:] == b"\0\0":
                     self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
         stamps: dict[bytes, int] = {}
         async for page in store.scan(shard, Table.DUE):
             stamps.update((k, int.from_bytes(v, "big")) for k, v in page)
-        async for page in store.scan(shard, Table.STATES):
+        async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
             for key, value in page:
                 extent = headers.get(key)
                 if extent is not None:
@@ -484,7 +490,8 @@ class InstanceIndex:
         entry.phase = state.phase
         entry.finished_ms = state.finished_ms
         if state.phase in (Phase.RETIRED, Phase.ABORTED):
-            self.book.leave(entry)
+            if was in (Phase.OPEN, Phase.SETTLED):
+                self.book.leave(entry, was)
             return
         entry.held = held_by(extent, state)
         if state.phase is Phase.OPEN:
@@ -633,7 +640,7 @@ class InstanceIndex:
         """Write up to ``limit`` changed last-access stamps; returns how many."""
         groups: dict[int, list[Write]] = {}
         taken: list[Entry] = []
-        for entry in list(self.book.dirty)[:limit]:
+        for entry in list(islice(self.book.dirty, limit)):
             del self.book.dirty[entry]
             entry.stamped = False
             if entry.phase in (Phase.OPEN, Phase.SETTLED):

@@ -119,6 +119,7 @@ class Shards:
                 continue
             if claim.commit_number < self._commits.get(number, 0):
                 self._lost(number)
+                self._suspect.add(number)
             self._fences[number] = fence
             self._commits[number] = claim.commit_number
             self._take_counters(number, dict(claim.counters))

@@ -78,9 +78,8 @@ class LoadLoop:
     name = "load"
     period_s = 0.05
 
-    def __init__(self, around: Surroundings, trash: TrashLoop) -> None:
+    def __init__(self, around: Surroundings) -> None:
         self._around = around
-        self._trash = trash
 
     async def run_once(self, now: float) -> Report:
         report = Report()
@@ -93,8 +92,6 @@ class LoadLoop:
                 _log.warning("loading instance %s: %s", index.uid, error)
                 report.failed += 1
                 continue
-            for trash in index.trash.values():
-                self._trash.add(index, trash)
             report.done += 1
         return report
 
@@ -350,15 +347,7 @@ class ForgetLoop:
         for index in list(self._around.index.by_uid.values()):
             if not index.loaded:
                 continue
-            busy = {t.extent_id for t in index.trash.values()}
-            over = (Phase.RETIRED, Phase.ABORTED)
-            ready = [
-                e
-                for e in index.book.entries.values()
-                if e.phase in over
-                and e.extent_id not in busy
-                and (e.keep_until <= now or index.closed)
-            ]
+            ready = self._ready(index, now)
             for entry in ready[:_PER_ROUND]:
                 try:
                     await self._forget(index, entry)
@@ -370,6 +359,17 @@ class ForgetLoop:
             if index.closed and not index.book.entries and not index.trash:
                 await self._drop(index.instance)
         return report
+
+    def _ready(self, index: InstanceIndex, now: float) -> list[Entry]:
+        over = index.book.over
+        if not over:
+            return []
+        busy = {t.extent_id for t in index.trash.values()}
+        return [
+            e
+            for e in over.values()
+            if e.extent_id not in busy and (e.keep_until <= now or index.closed)
+        ]
 
     async def _forget(self, index: InstanceIndex, entry: Entry) -> None:
         found = await index.read(entry.extent_id)
@@ -418,7 +418,7 @@ def build_loops(around: Surroundings) -> list[Loop]:
     """All loops, in the order in which one pass makes most progress."""
     trash = TrashLoop(around)
     return [
-        LoadLoop(around, trash),
+        LoadLoop(around),
         ExpiryLoop(around),
         TrimLoop(around),
         EvictionLoop(around),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -32,12 +33,20 @@ def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], Non
         ConfigError: it cannot start; one line.
     """
     logs.configure(settings.log_level, settings.log_format)
+    _tune_gc()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(settings, ready_file, say))
         finally:
             if ready_file is not None:
                 ready_file.unlink(missing_ok=True)
+
+
+def _tune_gc() -> None:
+    """Collect less often: a batch of thousands of keys makes thousands of short-lived tuples, and
+    each full collection walks the whole index (measured: a third of a 4,400-key StartWrite)."""
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
 
 
 async def _serve(settings: Settings, ready_file: Path | None, say: Callable[[str], None]) -> None:
