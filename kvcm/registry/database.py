@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +83,12 @@ def lock_schema(connection: Connection) -> None:
 
 
 def _prepare_sqlite(engine: Engine, url: URL) -> None:
-    if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
+    path = url.database
+    if path and path != ":memory:" and not path.startswith("file:") and not os.path.exists(path):
         try:
-            os.close(os.open(Path(url.database), os.O_RDWR | os.O_CREAT, 0o600))
+            _make_sqlite_file(Path(path))
         except OSError as error:
-            raise ConfigError(
-                f"registry_url: cannot open {url.database}: {error.strerror}"
-            ) from None
+            raise ConfigError(f"registry_url: cannot make {path}: {error.strerror}") from None
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: Any, _record: Any) -> None:
@@ -104,3 +105,22 @@ def _prepare_sqlite(engine: Engine, url: URL) -> None:
         # deferred transaction that writes late fails at once when another writer was quicker.
         read = connection.get_execution_options().get("kvcm_read", False)
         connection.exec_driver_sql("BEGIN" if read else "BEGIN IMMEDIATE")
+
+
+def _make_sqlite_file(path: Path) -> None:
+    """Makes an empty database for its owner's eyes, already in WAL mode; an existing one stays.
+
+    It is made beside and linked into place: two managers that switch one file to WAL at the same
+    time disturb each other, and closing a file of our own would drop this process's SQLite locks.
+    """
+    handle, made = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        connection = sqlite3.connect(made)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.close()
+        os.link(made, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(made)

@@ -402,9 +402,9 @@ class Registry:
             with self._engine.connect() as connection:
                 if not write:
                     connection = database.begin_read(connection)
-                with connection.begin():
-                    transaction = _Transaction(connection)
-                    yield transaction
+                # Closing a connection rolls back what is open.
+                transaction = _Transaction(connection)
+                yield transaction
         except SQLAlchemyError as error:
             self._state = None
             text = f"the registry database failed: {_reason(error)}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from registry_samples import OpenRegistry, group, instance
 
+from kvcm.registry import database
 from kvcm.registry.registry import Registry
 
 HERE = Path(__file__).parent
@@ -84,9 +86,27 @@ async def test_changes_of_another_manager_count_and_show(
     assert other.view.revision == registry.view.revision
 
 
-async def test_two_managers_may_open_an_empty_database_at_once(
-    open_registry: OpenRegistry,
+@pytest.mark.parametrize("attempt", range(5))
+async def test_managers_may_open_an_empty_database_at_once(
+    open_registry: OpenRegistry, attempt: int
 ) -> None:
-    first, second = await asyncio.gather(open_registry(), open_registry())
-    assert first.view.secret == second.view.secret
-    assert first.view.cluster_uid == second.view.cluster_uid
+    opened = await asyncio.gather(*(open_registry() for _ in range(4)))
+    assert len({registry.view.secret for registry in opened}) == 1
+    assert len({registry.view.cluster_uid for registry in opened}) == 1
+
+
+async def test_opening_a_file_again_does_not_drop_the_locks_held_on_it(
+    registry: Registry, db_url: str, open_registry: OpenRegistry
+) -> None:
+    writer = sqlite3.connect(db_url.removeprefix("sqlite:///"), isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    database.open_engine(db_url).dispose()
+    probe = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None)"
+    script = f"{probe}\nc.execute('BEGIN IMMEDIATE')"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, db_url.removeprefix("sqlite:///"), stderr=PIPE
+    )
+    _, errors = await process.communicate()
+    assert b"database is locked" in errors
+    writer.rollback()
+    writer.close()
