@@ -172,6 +172,9 @@ class CacheService(Protocol):
     def prepare_instance(self, instance_id: str) -> None:
         """Called after a registration: makes folders, claims shards, in the background."""
 
+    async def load_instance(self, instance_id: str) -> None:
+        """Returns once the instance takes writes; a store that fails is left to the loops."""
+
     def storage_blocks(self, storage: str) -> int:
         """Blocks (open and serving) on a storage, over all groups."""
 

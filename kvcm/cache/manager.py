@@ -191,6 +191,16 @@ class CacheManager:
                 self._prepared.add((instance.uid, name))
                 self._later(backend.prepare(self.shared.cluster_uid, instance.uid))
 
+    async def load_instance(self, instance_id: str) -> None:
+        """Returns once the instance takes writes; a store that fails is left to the loops."""
+        index = self.index.by_id.get(instance_id)
+        if index is None or index.loaded:
+            return
+        try:
+            await index.load()
+        except KvcmError as error:
+            _log.warning("loading instance %s: %s", index.uid, error)
+
     def _touch_files(self, index: InstanceIndex, storage: str, names: list[str]) -> None:
         backend = self._backends.get(storage)
         if backend is not None:
@@ -236,13 +246,14 @@ class CacheManager:
         ledger = self.shared.ledger
         report = UsageReport()
         for uid, index in self.index.by_uid.items():
+            held = ledger.instance(uid)
             name = index.instance.instance_id
             if index.closed:
                 name += f" (removed, {uid})"
-            report.instances[name] = _usage(ledger.instance(uid))
-            entries = index.book.entries.values()
-            report.extents += len(entries)
-            report.sessions += sum(e.phase is Phase.OPEN for e in entries)
+            if held != ZERO or not index.closed:
+                report.instances[name] = _usage(held)
+            report.extents += len(index.book.entries) - len(index.book.over)
+            report.sessions += index.book.open_count
         view = self._registry.view
         for group in view.groups:
             report.groups[group] = _usage(ledger.group(group))

@@ -49,6 +49,8 @@ class MetaService:
         """Register and prepare the instance of a RegisterInstanceRequest of either package."""
         instance = await self._registry.register_instance(pb_entities.instance_of(request))
         self._cache.prepare_instance(instance.instance_id)
+        # Engines write at once after registering; "not ready" would be an error to them.
+        await self._cache.load_instance(instance.instance_id)
         return instance
 
     async def GetInstanceInfo(self, call: AnyCall) -> None:

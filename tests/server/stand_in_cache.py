@@ -113,6 +113,9 @@ class StandInCache:
     def prepare_instance(self, instance_id: str) -> None:
         self.prepared.append(instance_id)
 
+    async def load_instance(self, instance_id: str) -> None:
+        pass
+
     def storage_blocks(self, storage: str) -> int:
         return self.blocks_on_storage
 
