@@ -254,7 +254,7 @@ class Writes:
             entry = await index.grant(extent, state, others, _parents(index, extent))
             if entry.phase is Phase.OPEN:
                 index.book.pin(entry, entries)
-            body = self._body(index, extent, form)
+            body = await self._body(index, extent, form)
             self._touch_files(index, extent)
         except BaseException:
             # A failed commit may have taken effect all the same.
@@ -303,7 +303,7 @@ class Writes:
         if layout is not None:
             self._touch(index, extent.storage, [o.name for o in layout.objects])
 
-    def _body(self, index: InstanceIndex, extent: Extent, form: WireForm) -> bytes:
+    async def _body(self, index: InstanceIndex, extent: Extent, form: WireForm) -> bytes:
         shared = index.shared
         storage = shared.storages.get(extent.storage)
         if storage is None:
@@ -311,8 +311,12 @@ class Writes:
         as_json = form is WireForm.JSON
         owner = answers.owner_of(shared.cluster_uid, index.uid, extent)
         tag = answers.START_TAG
-        entries = answers.location_entries(extent, owner, storage, 0, as_json, tag)
-        return answers.close_body(entries, as_json)
+        pieces: list[bytes] = []
+        for step in answers.location_entries(extent, owner, storage, 0, as_json, tag):
+            if pieces:
+                await asyncio.sleep(0)
+            pieces.append(b"".join(step))
+        return answers.close_body(pieces, as_json)
 
     def _aborted(self, index: InstanceIndex, state: State) -> State | None:
         if state.phase is not Phase.OPEN:

@@ -7,9 +7,9 @@ each followed by a comma. A test holds both against the generated classes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import msgspec
 
@@ -24,6 +24,7 @@ from kvcm.metaindex.records import Extent
 
 LOOKUP_TAG = b"\x12"
 START_TAG = b"\x22"
+_BLOCKS_PER_STEP = 1024
 _TYPE_NAMES = {
     StorageType.UNSPECIFIED: "ST_UNSPECIFIED",
     StorageType.HF3FS: "ST_3FS",
@@ -66,14 +67,6 @@ def owner_of(cluster_uid: str, instance_uid: str, extent: Extent) -> ExtentName:
     return ExtentName(cluster_uid, instance_uid, extent_name(extent.extent_id))
 
 
-def uris_of(extent: Extent, owner: ExtentName, storage: Addresses) -> list[list[str]]:
-    """For each spec the URIs of the blocks that carry it, in position order."""
-    return [
-        storage.uris(extent.descriptor, owner, spec, 0, spec.slots) if spec.slots else []
-        for spec in spec_slots(extent)
-    ]
-
-
 def location_entries(
     extent: Extent,
     owner: ExtentName,
@@ -81,28 +74,44 @@ def location_entries(
     asked: int,
     as_json: bool,
     tag: bytes = LOOKUP_TAG,
-) -> list[bytes]:
-    """One encoded CacheLocation a block, framed: with tag and length, or with a comma behind."""
-    per_spec = uris_of(extent, owner, storage)
+) -> Iterator[list[bytes]]:
+    """One encoded CacheLocation a block, framed: with tag and length, or with a comma behind.
+
+    Yields lists of up to 1,024 blocks, so that a caller on the event loop can pause between them.
+    """
     wanted = [s for s in range(len(extent.specs)) if not asked or asked >> s & 1]
     encode = _json_locations if as_json else _proto_locations
+    specs = spec_slots(extent)
+    uris = storage.uris
     if not extent.subset_of:
         subset = extent.spec_sets[0]
-        columns = [(extent.specs[s][0], per_spec[s]) for s in wanted if subset >> s & 1]
-        return encode(extent.storage_type, subset.bit_count(), columns, extent.count, tag)
+        carried = [specs[s] for s in wanted if subset >> s & 1]
+        for first in range(0, extent.count, _BLOCKS_PER_STEP):
+            count = min(_BLOCKS_PER_STEP, extent.count - first)
+            columns = [
+                (spec.name, uris(extent.descriptor, owner, spec, first, count)) for spec in carried
+            ]
+            yield encode(extent.storage_type, subset.bit_count(), columns, count, tag)
+        return
+    per_spec = [
+        uris(extent.descriptor, owner, spec, 0, spec.slots) if spec.slots else [] for spec in specs
+    ]
     out: list[bytes] = []
-    cursors = [0] * len(extent.specs)
+    cursors = [0] * len(specs)
     for position in range(extent.count):
         subset = extent.set_at(position)
         columns = [
-            (extent.specs[s][0], per_spec[s][cursors[s] : cursors[s] + 1])
+            (specs[s].name, per_spec[s][cursors[s] : cursors[s] + 1])
             for s in wanted
             if subset >> s & 1
         ]
         out += encode(extent.storage_type, subset.bit_count(), columns, 1, tag)
         for s in range(len(cursors)):
             cursors[s] += subset >> s & 1
-    return out
+        if len(out) == _BLOCKS_PER_STEP:
+            yield out
+            out = []
+    yield out
 
 
 Columns = Sequence[tuple[str, Sequence[str]]]
@@ -162,7 +171,8 @@ def build(
     extent: Extent, serving: int, owner: ExtentName, storage: Addresses, selector: Selector
 ) -> Answers:
     """Encode all blocks of an extent for one kind of request; ``ok`` is within ``serving``."""
-    framed = location_entries(extent, owner, storage, selector.asked, selector.json)
+    steps = location_entries(extent, owner, storage, selector.asked, selector.json)
+    framed = list(chain.from_iterable(steps))
     offsets = array("I", accumulate(map(len, framed), initial=0))
     return Answers(b"".join(framed), offsets, carrying(extent, selector.asked) & serving)
 

@@ -35,6 +35,7 @@ from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 _log = logging.getLogger(__name__)
 _CHANGE_TRIES = 8
 _ROWS_PER_COMMIT = 1024
+_ROWS_PER_STEP = 1024
 _SCAN_PAGE = 128
 
 Decide = Callable[[Extent, State], State | None]
@@ -539,7 +540,7 @@ class InstanceIndex:
         self.book.expect(entry, deadline)
         self._unlink(extent)
         try:
-            await self.shards.commit(self._row_commits(extent, old_refs))
+            await self.shards.commit(await self._row_commits(extent, old_refs))
         finally:
             self._unlink(extent)
         return entry
@@ -550,7 +551,7 @@ class InstanceIndex:
             for key in array_of(extent.keys):
                 self.rows.pop(key, None)
 
-    def _row_commits(
+    async def _row_commits(
         self, extent: Extent, old_refs: Mapping[int, RowRefs]
     ) -> list[tuple[int, list[Mutation]]]:
         keys = np.frombuffer(extent.keys, dtype="<i8").astype(np.int64)
@@ -560,7 +561,11 @@ class InstanceIndex:
             np.arange(len(keys), dtype=">u2").view(np.uint8).reshape(len(keys), 2)
         )
         commits: list[tuple[int, list[Mutation]]] = []
+        built = 0
         for number, members in by_shard(keys, self.shard_count):
+            if built // _ROWS_PER_STEP != (built + len(members)) // _ROWS_PER_STEP:
+                await asyncio.sleep(0)
+            built += len(members)
             raw_keys = _raw_keys(keys[members])
             raw_refs = refs[members].tobytes()
             size = EXTENT_ID_BYTES + 2

@@ -122,7 +122,8 @@ class View:
         """Framed locations of all blocks whatever their state, not kept; [] without storage."""
         if self.storage is None:
             return []
-        return answers.location_entries(self.extent, self.owner, self.storage, 0, as_json)
+        steps = answers.location_entries(self.extent, self.owner, self.storage, 0, as_json)
+        return [entry for step in steps for entry in step]
 
     def covering(self, needed: int) -> int:
         """Positions that hold a place (open or serving) and carry every spec of ``needed``."""
