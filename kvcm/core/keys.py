@@ -21,6 +21,8 @@ from kvcm.core.errors import InvalidArgument
 INT64_MIN = -(1 << 63)
 INT64_MAX = (1 << 63) - 1
 _LITTLE = sys.byteorder == "little"
+_PLACES = np.arange(10)
+_SHIFTS = (7 * _PLACES).astype(np.uint64)
 
 
 class KeyForm(IntEnum):
@@ -60,13 +62,15 @@ def encode_varint(value: int) -> bytes:
 
 def pack_keys(raw: bytes) -> tuple[bytes, array[int]]:
     """Varint form of raw little-endian int64 keys, and the n + 1 offsets of the keys in it."""
-    parts = [encode_varint(k) for k in array_of(raw)]
-    offsets = array("I", [0])
-    total = 0
-    for part in parts:
-        total += len(part)
-        offsets.append(total)
-    return b"".join(parts), offsets
+    values = np.frombuffer(raw, dtype="<u8").astype(np.uint64)[:, np.newaxis]
+    groups = values >> _SHIFTS
+    lengths = np.maximum(1, np.count_nonzero(groups, axis=1))[:, np.newaxis]
+    data = (groups & np.uint64(0x7F)).astype(np.uint8)
+    data |= np.where(_PLACES < lengths - 1, np.uint8(0x80), np.uint8(0))
+    packed = data[_PLACES < lengths].tobytes()
+    offsets = array("I", bytes(4))
+    offsets.frombytes(np.cumsum(lengths[:, 0], dtype=np.uint32).tobytes())
+    return packed, offsets
 
 
 def unpack_keys(packed: bytes) -> bytes:
