@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from google.protobuf.message import Message
 
 from kvcm.client import jsonwire
 from kvcm.client.addresses import Address
@@ -86,7 +85,7 @@ class HttpTransport:
             trust_env=False, verify=_no_tls(), limits=_LIMITS, headers=_HEADERS
         )
 
-    def send(self, call: Call[Any], timeout_s: float) -> Message:
+    def send(self, call: Call[Any], timeout_s: float) -> Any:
         """One attempt; raises OutcomeUnknown, Unavailable or what `status_error` gives."""
         deadline = self._clock.monotonic() + timeout_s
         body = bytearray()
@@ -120,7 +119,7 @@ class AsyncHttpTransport:
             trust_env=False, verify=_no_tls(), limits=_LIMITS, headers=_HEADERS
         )
 
-    async def send(self, call: Call[Any], timeout_s: float) -> Message:
+    async def send(self, call: Call[Any], timeout_s: float) -> Any:
         """One attempt; raises OutcomeUnknown, Unavailable or what `status_error` gives."""
         body = bytearray()
         with _translated(timeout_s):
@@ -146,7 +145,7 @@ def _check_size(body: bytearray, receive_bytes_max: int) -> None:
         raise ReplyTooLarge(f"the reply is larger than {receive_bytes_max} bytes")
 
 
-def _message(status: int, body: bytes, call: Call[Any]) -> Message:
+def _message(status: int, body: bytes, call: Call[Any]) -> Any:
     if status != httpx.codes.OK:
         raise status_error(status, body)
     return jsonwire.decode(body, call.method.reply)

@@ -11,8 +11,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from google.protobuf.message import Message
-
 from kvcm.client.addresses import Address
 from kvcm.client.call import Call
 from kvcm.client.errors import application_error
@@ -78,7 +76,7 @@ Step: TypeAlias = Attempt | Pause
 
 def attempts(
     call: Call[T], peers: Peers, timeout_s: float, policy: RetryPolicy, clock: Clock
-) -> Generator[Step, Message | None, T]:
+) -> Generator[Step, Any, T]:
     """Drive one call: yields steps, is sent replies (or thrown errors), returns the result.
 
     Args:

@@ -19,13 +19,26 @@ from kvcm.core.types import (
     StorageType,
 )
 
+_STORAGE_TYPES: dict[int | str, StorageType] = {
+    **{kind.value: kind for kind in StorageType},
+    "ST_UNSPECIFIED": StorageType.UNSPECIFIED,
+    "ST_3FS": StorageType.HF3FS,
+    "ST_MOONCAKE": StorageType.MOONCAKE,
+    "ST_TAIRMEMPOOL": StorageType.TAIRMEMPOOL,
+    "ST_NFS": StorageType.NFS,
+    "ST_VCNS_3FS": StorageType.VCNS_HF3FS,
+}
 
-def storage_type(number: int) -> StorageType | int:
-    """The enum member, or the bare number of a type this client does not know."""
-    try:
-        return StorageType(number)
-    except ValueError:
-        return number
+
+def storage_type(kind: int | str) -> StorageType | int:
+    """The enum member of a number or a wire name.
+
+    A number this client does not know stays as it is, an unknown name is UNSPECIFIED.
+    """
+    known = _STORAGE_TYPES.get(kind)
+    if known is None:
+        return kind if isinstance(kind, int) else StorageType.UNSPECIFIED
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class Locations(Sequence[Location]):
     __slots__ = ("_raw",)
 
     def __init__(self, raw: Sequence[Any]) -> None:
-        """``raw``: CacheLocation messages."""
+        """``raw``: CacheLocation messages, or objects with the same attributes."""
         self._raw = raw
 
     def __len__(self) -> int:

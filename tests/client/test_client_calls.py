@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
+from kvcm.client.errors import application_error
 from kvcm.client.types import Location
 from kvcm.core.errors import (
     CapacityReached,
@@ -264,14 +265,20 @@ async def test_a_value_the_wire_cannot_carry_is_refused_by_name_and_never_sent(
         (0, "", KvcmError),
     ],
 )
-async def test_each_error_code_is_its_own_error_with_message_and_reason(
-    manager: StandIn, driver: Driver, code: int, reason: str, kind: type[KvcmError]
+def test_each_error_code_is_its_own_error(code: int, reason: str, kind: type[KvcmError]) -> None:
+    error = application_error(code, "what is wrong", reason)
+    assert type(error) is kind
+    assert "what is wrong" in str(error)
+    assert error.reason == (reason or kind.default_reason)
+
+
+async def test_a_refusal_is_an_error_with_message_and_reason(
+    manager: StandIn, driver: Driver
 ) -> None:
-    manager.refuses("RegisterInstance", code, "what is wrong", reason)
-    with pytest.raises(KvcmError, match="what is wrong") as caught:
+    manager.refuses("RegisterInstance", 7, "what is wrong", "MAX_KEY_COUNT")
+    with pytest.raises(CapacityReached, match="what is wrong") as caught:
         await driver.call("register_instance", "g", "i", 1, {"tp0": 1})
-    assert type(caught.value) is kind
-    assert caught.value.reason == (reason or kind.default_reason)
+    assert caught.value.reason == "MAX_KEY_COUNT"
 
 
 async def test_a_partial_grant_carries_its_reason(manager: StandIn, driver: Driver) -> None:

@@ -52,7 +52,8 @@ def test_every_double_survives(number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", ["", ',"new_field":{"a":[1]}', ',"type":"ST_OF_TOMORROW"', ',"spec_size":null']
+    "extra",
+    ["", ',"new_field":{"a":[1]}', ',"type":"ST_OF_TOMORROW"', ',"spec_size":null', ',"type":4'],
 )
 def test_replies_may_have_unknown_fields_enums_and_nulls(extra: str) -> None:
     body = (
