@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -157,10 +156,11 @@ def _number(field: str, value: Any) -> Any:
     for number, name in _NAMES[field].items():
         if name == value:
             return number
-    if field == "storage_type" and not value.startswith("ST_"):
+    if field == "storage_type":
         # Inside meta_storage_backend_config the same name holds free text.
         return next((k for k, name in STORAGE_TYPE_NAMES.items() if name == value), value)
-    return value
+    known = ", ".join(_NAMES[field].values())
+    raise InvalidArgument(f"{field}: {value!r} is none of {known}")
 
 
 def storage_type(text: str) -> StorageType:
@@ -182,11 +182,6 @@ def storage_type_name(kind: StorageType | int) -> str:
         return STORAGE_TYPE_NAMES.get(StorageType(kind), "none")
     except ValueError:
         return f"type {int(kind)}"
-
-
-def enum_label(value: IntEnum) -> str:
-    """An enum member for people."""
-    return value.name.lower()
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}

@@ -1,4 +1,4 @@
-"""A manager as a child process: started on free ports, stopped whatever happens."""
+"""A manager as a child process: started stopped whatever happens."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ class LocalManager:
 
 
 @contextmanager
-def running_manager(data_dir: Path, *, bootstrap: Path, log: Path) -> Iterator[LocalManager]:
+def running_manager(
+    data_dir: Path, *, bootstrap: Path, log: Path, rpc_port: int = 0
+) -> Iterator[LocalManager]:
     """Start ``kvcm serve`` on ``data_dir``; on leaving, SIGTERM and wait.
 
     Args:
+        rpc_port: of the meta service's gRPC; 0 and the other ports are free ones.
         bootstrap: storages and groups of an empty registry.
         log: file that gets what the manager prints.
 
@@ -59,8 +62,8 @@ def running_manager(data_dir: Path, *, bootstrap: Path, log: Path) -> Iterator[L
     command = [sys.executable, "-m", "kvcm.cli.main", "serve"]
     command += ["--data-dir", str(data_dir), "--bootstrap", str(bootstrap)]
     command += ["--ready-file", str(ready), "--host", "127.0.0.1"]
-    for port in ("--rpc-port", "--http-port", "--admin-rpc-port", "--admin-http-port"):
-        command += [port, "0"]
+    command += ["--rpc-port", str(rpc_port), "--http-port", "0"]
+    command += ["--admin-rpc-port", "0", "--admin-http-port", "0"]
     # The settings of a real manager on this machine must not reach this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCM_")}
     with open(log, "wb") as out:

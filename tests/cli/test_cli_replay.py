@@ -245,9 +245,7 @@ def test_bad_input_is_one_line_and_exit_code_1(tmp_path, arguments, says):
     bad.write_text("{}\n")
     empty.write_text("")
     names = {"{good}": good, "{bad}": bad, "{empty}": empty}
-    result = CliRunner().invoke(
-        build_app(), ["replay", *(str(names.get(a, a)) for a in arguments)]
-    )
+    result = CliRunner().invoke(build_app(), ["replay", *(str(names.get(a, a)) for a in arguments)])
     assert result.exit_code == 1
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
