@@ -56,6 +56,8 @@ class Lookup:
         asked = 0
         for name in request.spec_names:
             asked |= index.spec_bits.get(name, 0)
+        if request.spec_names and not asked:
+            asked = answers.NO_SPECS
         selector = index.selector(request.form is WireForm.JSON, asked)
         if query == QueryType.PREFIX_MATCH:
             return await self._prefix(index, request, batch, selector)
@@ -189,6 +191,7 @@ class Lookup:
         views = await index.views_of({e for row in rows for e, _ in row})
         pieces: list[bytes] = []
         metas: list[str] = []
+        encoded: dict[bytes, list[bytes]] = {}
         size = 0
         for key, row in zip(wanted, rows, strict=True):
             raw = key.to_bytes(8, "little", signed=True)
@@ -198,7 +201,7 @@ class Lookup:
                 if e in views and views[e].live >> p & 1 and views[e].key_at(p) == raw
             ]
             found.sort(key=lambda ref: not ref[0].serving >> ref[1] & 1)
-            pieces.append(self._entry_bytes(*found[0], as_json, miss) if found else miss)
+            pieces.append(_entry_of(*found[0], as_json, miss, encoded) if found else miss)
             metas.append(_meta(found, request.detail_level))
             size += len(pieces[-1]) + len(metas[-1])
         if size > self._context.settings.reply_bytes_max:
@@ -208,9 +211,16 @@ class Lookup:
             )
         return MetaAnswer(answers.close_body(pieces, as_json), metas)
 
-    def _entry_bytes(self, view: View, position: int, as_json: bool, miss: bytes) -> bytes:
-        entries = view.entries(as_json)
-        return entries[position] if entries else miss
+
+def _entry_of(
+    view: View, position: int, as_json: bool, miss: bytes, encoded: dict[bytes, list[bytes]]
+) -> bytes:
+    """One block's entry; ``encoded`` keeps its extent's for the other keys of the request."""
+    extent_id = view.extent.extent_id
+    if extent_id not in encoded:
+        encoded[extent_id] = view.entries(as_json)
+    entries = encoded[extent_id]
+    return entries[position] if entries else miss
 
 
 def _shown(view: View, selector: Selector) -> Answers:
@@ -231,7 +241,7 @@ def _right_most(segments: Sequence[Segment], window: int) -> list[Segment]:
         length += segment.length
         if length >= window:
             break
-    if length < window:
+    if not chain or length < window:
         return []
     chain.reverse()
     # The window is right-most, so what is too much stands at the left.

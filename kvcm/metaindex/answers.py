@@ -14,6 +14,7 @@ from itertools import accumulate, chain
 import msgspec
 
 from kvcm.core.keys import encode_varint
+from kvcm.core.limits import SPECS_PER_INSTANCE_MAX
 from kvcm.core.storage import ExtentName
 from kvcm.core.types import StorageType
 from kvcm.metaindex import bits
@@ -22,6 +23,7 @@ from kvcm.metaindex.layout import spec_positions, spec_slots
 from kvcm.metaindex.ports import Addresses
 from kvcm.metaindex.records import Extent
 
+NO_SPECS = 1 << SPECS_PER_INSTANCE_MAX
 LOOKUP_TAG = b"\x12"
 START_TAG = b"\x22"
 _BLOCKS_PER_STEP = 1024
@@ -40,7 +42,8 @@ _json = msgspec.json.Encoder().encode
 class Selector:
     """How a request wants its locations: form, and the specs it asks for as a bit set.
 
-    ``asked`` 0 = no filter. One object per distinct wish and instance: compared by identity.
+    ``asked`` 0 = no filter, NO_SPECS = a filter that names no spec of the instance. One object per
+    distinct wish and instance: compared by identity.
     """
 
     json: bool
@@ -178,7 +181,8 @@ def build(
 
 
 def carrying(extent: Extent, asked: int) -> int:
-    """Positions whose block carries every spec of ``asked`` (0: at least one spec)."""
+    """Positions whose block carries every spec of ``asked`` (none: at least one spec)."""
+    asked &= ~NO_SPECS
     if not extent.subset_of:
         subset = extent.spec_sets[0]
         fits = subset & asked == asked if asked else subset != 0
