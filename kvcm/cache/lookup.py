@@ -59,9 +59,11 @@ class Lookup:
         if request.spec_names and not asked:
             asked = answers.NO_SPECS
         selector = index.selector(request.form is WireForm.JSON, asked)
-        if query == QueryType.PREFIX_MATCH:
-            return await self._prefix(index, request, batch, selector)
-        return await self._batch(index, request, batch, selector)
+        answer = self._prefix if query == QueryType.PREFIX_MATCH else self._batch
+        try:
+            return await answer(index, request, batch, selector)
+        finally:
+            index.shared.cache.shrink()
 
     async def _prefix(
         self, index: InstanceIndex, request: LookupRequest, batch: KeyBatch, selector: Selector

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class Writes:
     ) -> None:
         self._context = context
         self._touch = touch
-        self._locks: dict[str, KeyLocks] = {}
+        self._locks: WeakKeyDictionary[InstanceIndex, KeyLocks] = WeakKeyDictionary()
         self._cleanups: set[asyncio.Task[None]] = set()
 
     # ---- start -------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Writes:
         raw: bytes,
         needed: list[int],
     ) -> StartWriteAnswer:
-        locks = self._locks.setdefault(index.uid, KeyLocks())
+        locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
             plan = await self._plan(index, keys, raw, needed)
             if not plan.granted:

@@ -444,7 +444,8 @@ class InstanceIndex:
         self, extent: Extent, old: State, new: State, keep_bytes: bool
     ) -> Change | None:
         old_live, new_live = live_blocks(extent, old), live_blocks(extent, new)
-        layout = None if keep_bytes else self.layout(extent)
+        whole = new_live == bits.ones(extent.count)
+        layout = None if keep_bytes or whole else self.layout(extent)
         waste = Waste(0, 0)
         trash: Trash | None = None
         if layout is not None:

@@ -22,6 +22,8 @@ from kvcm.metaindex.records import Extent, Phase, State
 _VIEW_BYTES = 700
 """What a view weighs beside its keys and answers; measured in benchmarks/."""
 
+_SHRINK_STEP = 256
+
 Ref = tuple["View", int]
 
 
@@ -191,8 +193,7 @@ class ReadCache:
         self.views[view.extent.extent_id] = view
         self.used_bytes += view.size
         self._queue.append(view)
-        if self.used_bytes > self.limit_bytes:
-            self._shrink()
+        self.shrink()
 
     def link(self, key: int, refs: Sequence[Ref]) -> None:
         """Remember a row whose extents are all cached."""
@@ -212,10 +213,10 @@ class ReadCache:
             self.invalidate(extent_id)
         rows.clear()
 
-    def _shrink(self) -> None:
-        target = self.limit_bytes * 9 // 10
-        for _ in range(2 * len(self._queue)):
-            if self.used_bytes <= target or not self._queue:
+    def shrink(self) -> None:
+        """Make room when the limit is passed, in a bounded step; views also grow while in use."""
+        for _ in range(_SHRINK_STEP):
+            if self.used_bytes <= self.limit_bytes or not self._queue:
                 return
             view = self._queue.popleft()
             if view.alive and view.hot:
@@ -223,7 +224,6 @@ class ReadCache:
                 self._queue.append(view)
                 continue
             self.used_bytes -= view.size
-            if not view.alive:
-                continue
-            self.views.pop(view.extent.extent_id, None)
-            view.drop()
+            if view.alive:
+                del self.views[view.extent.extent_id]
+                view.drop()

@@ -357,7 +357,11 @@ class ForgetLoop:
                     report.failed += 1
                     break
             if index.closed and not index.book.entries and not index.trash:
-                await self._drop(index.instance)
+                try:
+                    await self._drop(index.instance)
+                except KvcmError as error:
+                    _log.warning("forgetting instance %s: %s", index.uid, error)
+                    report.failed += 1
         return report
 
     def _ready(self, index: InstanceIndex, now: float) -> list[Entry]:
