@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 META = meta_pb2.DESCRIPTOR.services_by_name["MetaService"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+META_TITLE = "kvcm meta"
+ADMIN_TITLE = "kvcm admin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,9 @@ class Manager:
         )
         metrics = prometheus.exposition(stats, cache.usage)
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
-        http = self._bind_http("kvcm meta", META, meta_calls, self.settings.http_port)
+        http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
         admin_http = self._bind_http(
-            "kvcm admin",
+            ADMIN_TITLE,
             ADMIN,
             admin_calls,
             self.settings.admin_http_port,

@@ -1,0 +1,316 @@
+"""Leadership, storages, loops, the data directory and bootstrap files, each on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_harness import bootstrap_document
+
+from kvcm.core.errors import ConfigError, InvalidArgument, NotLeader, StorageError
+from kvcm.core.types import ReclaimPolicy, StorageConfig, StorageType
+from kvcm.registry.view import RegistryView
+from kvcm.server import bootstrap
+from kvcm.server.backends import BackendSet
+from kvcm.server.datadir import DataDir
+from kvcm.server.leadership import CAMPAIGN_DELAY_MS_MAX, Leadership
+from kvcm.server.supervisor import BACK_OFF_S_MAX, Supervisor, back_off
+from kvcm.storage_backends.base import ProbeResult
+from kvcm.testing.clock import SimClock
+from kvcm.testing.eventually import eventually
+
+# -- leadership
+
+
+def test_a_demoted_node_leads_again_after_the_campaign_delay() -> None:
+    clock = SimClock()
+    leadership = Leadership(clock, "n")
+    leadership.set_campaign_delay(5_000)
+    leadership.demote()
+    clock.advance(4.9)
+    with pytest.raises(NotLeader):
+        leadership.require()
+    clock.advance(0.2)
+    leadership.require()
+
+
+def test_without_a_delay_it_still_sits_out_one_election() -> None:
+    clock = SimClock()
+    leadership = Leadership(clock, "n")
+    leadership.demote()
+    assert not leadership.is_leader
+    clock.advance(1.0)
+    assert leadership.is_leader
+
+
+def test_the_campaign_delay_has_bounds() -> None:
+    leadership = Leadership(SimClock(), "n")
+    leadership.set_campaign_delay(CAMPAIGN_DELAY_MS_MAX)
+    for delay in (-1, CAMPAIGN_DELAY_MS_MAX + 1):
+        with pytest.raises(InvalidArgument, match="campaign_delay_time_ms"):
+            leadership.set_campaign_delay(delay)
+
+
+# -- storages
+
+
+class FakeBackend:
+    def __init__(self, config: StorageConfig) -> None:
+        self.config = config
+        self.open_error: Exception | None = None
+        self.health = ProbeResult(True)
+        self.hang = False
+        self.closed = False
+
+    async def open(self) -> None:
+        if self.open_error is not None:
+            raise self.open_error
+
+    async def probe(self) -> ProbeResult:
+        if self.hang:
+            await asyncio.Event().wait()
+        return self.health
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Storages:
+    """A set over fakes that break on demand."""
+
+    def __init__(self) -> None:
+        self.built: dict[str, FakeBackend] = {}
+        self.broken: set[str] = set()
+        self.set = BackendSet(self._build, SimClock(), 1.0)
+
+    def _build(self, config: StorageConfig) -> Any:
+        backend = FakeBackend(config)
+        if config.global_unique_name in self.broken:
+            backend.open_error = StorageError("no such device")
+        self.built[config.global_unique_name] = backend
+        return backend
+
+
+def storage(name: str, **changes: Any) -> StorageConfig:
+    spec = {"root_path": changes.pop("root", "/r")}
+    return StorageConfig(global_unique_name=name, type=StorageType.NFS, spec=spec, **changes)
+
+
+def view(*storages: StorageConfig) -> RegistryView:
+    by_name = {s.global_unique_name: s for s in storages}
+    return RegistryView(1, "c" * 8, b"s" * 32, by_name, {}, {}, ())
+
+
+async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> None:
+    storages = Storages()
+    storages.broken = {"b"}
+    await storages.set.open(view(storage("a"), storage("b")))
+    assert storages.set.available("a")
+    assert not storages.set.available("b")
+    assert storages.set.get("b") is None
+    assert "no such device" in storages.set.detail("b")
+    storages.broken.clear()
+    await storages.set.run_once(0)
+    assert storages.set.available("b")
+    await storages.set.close()
+    assert all(backend.closed for backend in storages.built.values())
+
+
+async def test_a_failed_probe_makes_a_storage_unavailable_until_one_succeeds() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a")))
+    storages.built["a"].health = ProbeResult(False, "I/O error")
+    await storages.set.run_once(0)
+    assert not storages.set.available("a")
+    assert storages.set.get("a") is not None
+    storages.built["a"].health = ProbeResult(True)
+    await storages.set.run_once(0)
+    assert storages.set.available("a")
+    await storages.set.close()
+
+
+async def test_a_storage_that_hangs_is_unavailable_and_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcm.server.backends.PROBE_TIMEOUT_S", 0.05)
+    storages = Storages()
+    await storages.set.open(view(storage("a"), storage("b")))
+    storages.built["a"].hang = True
+    await storages.set.run_once(0)
+    assert not storages.set.available("a")
+    assert storages.set.available("b")
+    await storages.set.close()
+
+
+async def test_the_set_follows_the_registry() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a"), storage("b")))
+    first = storages.built["a"]
+    storages.set.follow(view(storage("a", enabled=False), storage("c")))
+    assert storages.set.get("a") is first
+    assert not storages.set.available("a")
+    assert storages.set.get("b") is None
+    await eventually(lambda: storages.set.available("c"))
+    await eventually(lambda: storages.built["b"].closed)
+    storages.set.follow(view(storage("a", root="/elsewhere"), storage("c")))
+    await eventually(lambda: storages.set.available("a"))
+    assert storages.set.get("a") is not first
+    assert first.closed
+    await storages.set.close()
+
+
+async def test_a_storage_opened_before_it_was_stored_is_used_at_once() -> None:
+    storages = Storages()
+    await storages.set.open(view())
+    opened = await storages.set.try_open(storage("a"))
+    storages.set.adopt(opened)
+    storages.set.follow(view(storage("a")))
+    assert storages.set.get("a") is opened
+    assert storages.set.available("a")
+    refused = await storages.set.try_open(storage("b"))
+    storages.set.adopt(refused)
+    storages.set.disown(refused)
+    await eventually(lambda: storages.built["b"].closed)
+    await storages.set.close()
+
+
+# -- loops
+
+
+class Flaky:
+    name = "flaky"
+    period_s = 1.0
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.runs: list[float] = []
+
+    async def run_once(self, now: float) -> None:
+        self.runs.append(now)
+        if len(self.runs) <= self.failures:
+            raise RuntimeError("not yet")
+
+
+async def test_a_loop_that_fails_backs_off_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimClock()
+    loop = Flaky(failures=2)
+    supervisor = Supervisor(clock)
+    supervisor.start([loop])
+    await clock.run(9.0)
+    start = loop.runs[0]
+    assert [now - start for now in loop.runs] == [0, 2, 6, 7, 8, 9]
+    assert "'flaky' failed (2 in a row)" in caplog.text
+    await supervisor.stop()
+    await clock.run(9.0)
+    assert len(loop.runs) == 6
+
+
+def test_back_off_is_bounded_and_never_below_the_period() -> None:
+    assert back_off(5, 0) == 5
+    assert back_off(5, 1) == 10
+    assert back_off(5, 1_000_000) == BACK_OFF_S_MAX
+    assert back_off(300, 3) == 300
+
+
+# -- the data directory
+
+
+def test_a_data_directory_has_one_holder(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "data"
+    first = DataDir(path)
+    with pytest.raises(ConfigError, match=r"in use by another manager \(pid \d+\)"):
+        DataDir(path)
+    first.release()
+    first.release()
+    DataDir(path).release()
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data_dir .*file"):
+        DataDir(tmp_path / "file" / "data")
+
+
+# -- bootstrap files
+
+
+def write(path: Path, document: Any) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def test_the_startup_defaults_are_those_of_the_protocol() -> None:
+    storages, groups = bootstrap.startup_defaults()
+    assert [(s.global_unique_name, s.spec["root_path"]) for s in storages] == [
+        ("nfs_01", "/tmp/nfs/")
+    ]
+    assert [g.name for g in groups] == ["default"]
+
+
+def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
+    document = bootstrap_document(tmp_path)
+    toml = f"""
+[[storages]]
+global_unique_name = "s1"
+nfs = {{ root_path = "{tmp_path}/", key_count_per_file = 8 }}
+
+[[instance_groups]]
+name = "default"
+storage_candidates = ["s1"]
+global_quota_group_name = "q"
+quota.capacity = 1073741824
+"""
+    from_json = bootstrap.read(write(tmp_path / "b.json", document))
+    assert from_json == bootstrap.read(write(tmp_path / "b.toml", toml))
+    assert from_json[1][0].version == 1
+
+
+def test_enums_and_floats_of_toml_are_read(tmp_path: Path) -> None:
+    text = """
+[[instance_groups]]
+name = "g"
+cache_config.reclaim_strategy.reclaim_policy = "POLICY_LRU"
+cache_config.reclaim_strategy.trigger_strategy.used_percentage = 0.75
+"""
+    _, (group,) = bootstrap.read(write(tmp_path / "b.toml", text))
+    assert group.cache_config is not None
+    strategy = group.cache_config.reclaim_strategy
+    assert strategy is not None
+    assert strategy.trigger_strategy is not None
+    assert strategy.reclaim_policy is ReclaimPolicy.LRU
+    assert strategy.trigger_strategy.used_percentage == 0.75
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not an object"),
+        ({"storage": []}, "'storage'; did you mean storages?"),
+        ({"storages": {}}, "storages is not a list"),
+        ({"storages": [7]}, "storages[0]"),
+        ({"storages": [{"global_unique_name": "x"}]}, "storages[0].storage_spec"),
+        ({"storages": [{"nfs": {"rot_path": "/"}}]}, "'rot_path'; did you mean root_path?"),
+        ({"storages": [{"global_unique_name": "x", "mooncake": {}}]}, "not built in"),
+        (
+            {"instance_groups": [{"quota": {"capacity": "many"}}]},
+            "instance_groups[0].quota.capacity",
+        ),
+        ({"instance_groups": [{"quota": {"quota_config": [{"x": 1}]}}]}, "unknown key 'x'"),
+    ],
+)
+def test_a_wrong_bootstrap_file_is_refused_by_name(
+    tmp_path: Path, document: Any, says: str
+) -> None:
+    path = write(tmp_path / "b.json", document)
+    with pytest.raises(ConfigError) as caught:
+        bootstrap.read(path)
+    assert says in str(caught.value)
+
+
+def test_a_bootstrap_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        bootstrap.read(tmp_path / "none.json")
