@@ -43,13 +43,13 @@ def demo(
     data_dir: Annotated[
         Path, typer.Option(help="Where everything is kept; used again by the next run.")
     ] = Path("kvcm-data/demo"),
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1)] = 1000,
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1)] = 600,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Engine processes.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 1,
 ) -> None:
     """Start a manager, replay a sample chat workload against it, print what came of it.
 
-    Four engine processes look up cached blocks, read and check them, and write what is missing.
+    The engine processes look up cached blocks, read and check them, and write what is missing.
     Nothing outside the data folder is touched, and nothing keeps running.
     """
     try:
@@ -148,6 +148,9 @@ def _plan(manager: LocalManager, workload: Path, seed: int) -> ReplayPlan:
 
 def _explain(result: Replayed, data_dir: Path, workload: Path) -> None:
     console = out_console()
+    if result.report["stopped"]:
+        _complain("interrupted; the manager is stopped")
+        return
     if result.exit_code:
         _complain(f"the replay did not go well (see above; manager log: {data_dir}/manager.log)")
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcm.cli.local_manager import running_manager
+from kvcm.cli.local_manager import LocalManager, running_manager
 from kvcm.core.errors import KvcmError
 from kvcm.optimizer.trace import TRACE_BLOCK_TOKENS
 from kvcm.optimizer.workload import WorkloadKind, generate, write_rows
@@ -24,6 +24,25 @@ def result(process: subprocess.Popen[str]) -> dict:
     return json.loads(process.communicate(timeout=120)[0])
 
 
+def kill_during_replay(
+    data_dir: Path, log: Path, bootstrap: Path, acks: Path, common: tuple[object, ...]
+) -> tuple[LocalManager, subprocess.Popen[str]]:
+    """A manager that was killed when 100 blocks were acknowledged, and the replay, under way."""
+    try:
+        with running_manager(data_dir, bootstrap=bootstrap, log=log) as manager:
+            under_way = replay(*common, "-t", manager.target, "--workers", "2", "--acks", acks)
+            eventually_sync(
+                lambda: acks.exists() and acks.read_bytes().count(b"\n") > 100,
+                timeout=60,
+                message="blocks are acknowledged",
+            )
+            manager.process.kill()
+            manager.process.wait()
+    except KvcmError as error:
+        assert "ended by itself" in str(error)
+    return manager, under_way
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_manager_loses_no_acknowledged_block_and_no_key_for_ever(tmp_path: Path):
@@ -33,21 +52,11 @@ def test_a_killed_manager_loses_no_acknowledged_block_and_no_key_for_ever(tmp_pa
     with trace.open("wb") as file:
         write_rows(file, generate(WorkloadKind.CHAT, 300, 9), block_size=TRACE_BLOCK_TOKENS)
     common = (trace, "--instance", "crash", "--block-bytes", "512", "--write-timeout", "3")
-
-    with pytest.raises(KvcmError, match="ended by itself"):
-        with running_manager(data_dir, bootstrap=bootstrap, log=tmp_path / "1.log") as first:
-            target = first.target
-            under_way = replay(*common, "-t", target, "--workers", "2", "--acks", acks)
-            eventually_sync(
-                lambda: acks.exists() and acks.read_bytes().count(b"\n") > 100,
-                timeout=60,
-                message="blocks are acknowledged",
-            )
-            first.process.kill()
-            first.process.wait()
+    killed, under_way = kill_during_replay(data_dir, tmp_path / "1.log", bootstrap, acks, common)
+    target = killed.target
 
     with running_manager(
-        data_dir, bootstrap=bootstrap, log=tmp_path / "2.log", rpc_port=first.rpc_port
+        data_dir, bootstrap=bootstrap, log=tmp_path / "2.log", rpc_port=killed.rpc_port
     ):
         report = result(under_way)
         assert under_way.returncode == 0
