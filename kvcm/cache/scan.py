@@ -98,6 +98,13 @@ class Scan:
             self.index.link(keys[0], first, generation)
         return next(n for n, row in enumerate(rows) if row)
 
+    def intact(self) -> bool:
+        """Whether nothing that was found has gone, or is being evicted, since."""
+        return all(
+            s.view.alive and s.view.entry is not None and not s.view.entry.leaving
+            for s in self.segments
+        )
+
     def missing(self, start: int, end: int) -> Iterator[int]:
         """Indexes in [start, end) that no segment covers, ascending."""
         i = start

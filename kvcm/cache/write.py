@@ -24,6 +24,7 @@ from kvcm.cache.placement import Candidate
 from kvcm.cache.scan import Scan, Usable
 from kvcm.core.errors import (
     CapacityReached,
+    InstanceNotExist,
     InvalidArgument,
     NoStorage,
     NotReady,
@@ -34,12 +35,14 @@ from kvcm.core.mask import BlockMask
 from kvcm.core.types import CachePreferStrategy, InstanceGroup
 from kvcm.metaindex import answers, bits
 from kvcm.metaindex.book import Entry
-from kvcm.metaindex.instance import InstanceIndex, held_by
+from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.layout import spec_slots
 from kvcm.metaindex.readcache import View
 from kvcm.metaindex.records import Cause, Extent, Phase, Run, State
 
 _log = logging.getLogger(__name__)
+_SCAN_TRIES = 8
+"""What a scan found may be evicted while it goes on; after so many tries a hole may stay."""
 _LOAD_WAIT_S = 0.5
 
 
@@ -149,9 +152,17 @@ class Writes:
     async def _plan(
         self, index: InstanceIndex, keys: array[int], raw: bytes, needed: list[int]
     ) -> _Plan:
-        scan = Scan(index, keys, raw)
-        for start, end in _stretches(needed, len(keys)):
-            await scan.run(start, end, self._holds(index, needed[start if len(needed) > 1 else 0]))
+        for _ in range(_SCAN_TRIES):
+            scan = Scan(index, keys, raw)
+            for start, end in _stretches(needed, len(keys)):
+                usable = self._holds(index, needed[start if len(needed) > 1 else 0])
+                await scan.run(start, end, usable)
+            if scan.intact():
+                break
+        if index.closed:
+            raise InstanceNotExist(
+                f"instance {index.instance.instance_id[:200]!r} does not exist"
+            )
         missing = list(scan.missing(0, len(keys)))
         if len({keys[i] for i in missing}) < len(missing):
             # A key twice in one request is granted once.
@@ -240,10 +251,6 @@ class Writes:
     ) -> StartWriteAnswer:
         extent = self._extent(index, plan, timeout_s)
         state = State(index.new_version(), Phase.OPEN, extent.started_ms)
-        shared = index.shared
-        kind = shared.type_of(plan.storage)
-        reserved = held_by(extent, state)
-        shared.ledger.apply(index.group, index.uid, plan.storage, kind, reserved)
         entries = _entries(plan.scan)
         index.book.touch(entries, extent.started_ms)
         for entry in entries:
@@ -264,7 +271,6 @@ class Writes:
         finally:
             for other in entries:
                 other.pins -= 1
-            shared.ledger.apply(index.group, index.uid, plan.storage, kind, -reserved)
         return StartWriteAnswer(
             index.sessions.of_extent(extent.extent_id),
             _mask(plan),
@@ -508,6 +514,8 @@ def _success_bits(success: BlockMask, count: int) -> int:
                 "granted blocks"
             )
         return bits.from_flags(success.values)
+    if success.offset is None and count:
+        raise InvalidArgument(f"success_blocks is empty for {count} granted blocks")
     offset = success.offset or 0
     if not 0 <= offset <= count:
         raise InvalidArgument(

@@ -156,11 +156,6 @@ class InstanceIndex:
     async def _load_shard(self, number: int) -> None:
         shard = self.shards.id(number)
         store = self.shared.store
-        for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
-            self.book.forget(extent_id)
-            self.shared.cache.invalidate(extent_id)
-        for key in [k for k in self.trash if home_shard(k) == number]:
-            del self.trash[key]
         self._generation[number] += 1
         headers: dict[bytes, Extent] = {}
         counts: dict[bytes, int] = {}
@@ -171,19 +166,34 @@ class InstanceIndex:
         stamps: dict[bytes, int] = {}
         async for page in store.scan(shard, Table.DUE):
             stamps.update((k, int.from_bytes(v, "big")) for k, v in page)
+        found: set[bytes] = set()
         async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
             for key, value in page:
                 extent = headers.get(key)
-                if extent is not None:
-                    self._load_entry(extent, counts[key], value, stamps.get(key, 0))
-        async for page in store.scan(shard, Table.TRASH):
-            for key, value in page:
-                try:
-                    self.trash[key] = records.decode_trash(key, value)
-                except CorruptRecord as error:
-                    self.shared.quarantine.add(error)
+                if extent is not None and self._load_entry(extent, value, stamps.get(key, 0)):
+                    found.add(key)
+        for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
+            if extent_id not in found:
+                self.book.forget(extent_id)
+                self.shared.cache.invalidate(extent_id)
+        await self._load_trash(number)
         if self.loaded:
             self._link()
+
+    async def _load_trash(self, number: int) -> None:
+        found: dict[bytes, Trash] = {}
+        async for page in self.shared.store.scan(self.shards.id(number), Table.TRASH):
+            for key, value in page:
+                try:
+                    found[key] = records.decode_trash(key, value)
+                except CorruptRecord as error:
+                    self.shared.quarantine.add(error)
+        for key in [k for k in self.trash if home_shard(k) == number and k not in found]:
+            del self.trash[key]
+        for key, trash in found.items():
+            if self.trash.get(key) != trash:
+                self.trash[key] = trash
+                self.shared.trash_added(self, trash)
 
     def _read_header(
         self, extent_id: bytes, value: bytes, headers: dict[bytes, Extent], counts: dict[bytes, int]
@@ -197,12 +207,20 @@ class InstanceIndex:
         headers[extent_id] = replace(header, keys=bytes(8 * count))
         counts[extent_id] = count
 
-    def _load_entry(self, extent: Extent, count: int, value: bytes, stamp_ms: int) -> None:
+    def _load_entry(self, extent: Extent, value: bytes, stamp_ms: int) -> bool:
         try:
             state = records.decode_state(value)
         except CorruptRecord as error:
             self.shared.quarantine.add(error)
-            return
+            return False
+        # A view made before its entry was known would never be stamped, nor count as written.
+        self.shared.cache.invalidate(extent.extent_id)
+        known = self.book.entries.get(extent.extent_id)
+        if known is not None and known.phase <= state.phase:
+            # The same object goes on: sessions pin it and others build on it.
+            known.opened = known.state = None
+            self._follow(known, extent, state)
+            return True
         entry = Entry(self.uid, extent, state, held_by(extent, state))
         entry.stamp_ms = max(stamp_ms, state.stamp_ms)
         entry.runs = extent.runs
@@ -211,6 +229,7 @@ class InstanceIndex:
         self.book.add(entry)
         if state.phase is Phase.OPEN:
             self.book.expect(entry, deadline)
+        return True
 
     def _link(self) -> None:
         """Resolve parents, raise a parent's stamp to its youngest child's, rebuild the order."""
@@ -292,13 +311,17 @@ class InstanceIndex:
                     continue
                 view = self.view(*found)
                 out[extent_id] = view
-                if before[home_shard(extent_id)] == self._generation[home_shard(extent_id)]:
+                unchanged = before[home_shard(extent_id)] == self._generation[home_shard(extent_id)]
+                # Without its storage it shows nothing, and must not stay so once that is open.
+                if unchanged and view.storage is not None:
                     cache.put(view)
         return out
 
     def _view_of_open(self, extent_id: bytes) -> View | None:
         entry = self.book.entries.get(extent_id)
         if entry is None or entry.opened is None or entry.state is None:
+            return None
+        if entry.trim < self.trim:
             return None
         view = self.view(entry.opened, entry.state)
         self.shared.cache.put(view)
@@ -428,6 +451,7 @@ class InstanceIndex:
             extent, state = found
             wanted = decide(extent, state)
             if wanted is None:
+                self._catch_up(extent, state)
                 return Change(extent, state, applied=False)
             try:
                 done = await self._swap(extent, state, wanted, keep_bytes)
@@ -469,8 +493,10 @@ class InstanceIndex:
         )
         home = home_shard(extent.extent_id)
         self._hide(extent.extent_id)
-        (outcomes,) = await self.shards.commit([(home, [mutation])])
-        self._hide(extent.extent_id)
+        try:
+            (outcomes,) = await self.shards.commit([(home, [mutation])])
+        finally:
+            self._hide(extent.extent_id)
         entry = self.book.entries.get(extent.extent_id)
         if outcomes[0] is not Outcome.APPLIED:
             if entry is not None:
@@ -482,6 +508,12 @@ class InstanceIndex:
             self.trash[trash.key] = trash
             self.shared.trash_added(self, trash)
         return Change(extent, new, applied=True, trash=trash)
+
+    def _catch_up(self, extent: Extent, state: State) -> None:
+        """The record is further than its entry: a change whose outcome nobody saw."""
+        entry = self.book.entries.get(extent.extent_id)
+        if entry is not None and entry.phase < state.phase:
+            self._follow(entry, extent, state)
 
     def _hide(self, extent_id: bytes) -> None:
         self._generation[home_shard(extent_id)] += 1
@@ -529,7 +561,12 @@ class InstanceIndex:
             compare=[Compare(Table.STATES, extent.extent_id, None)],
             counters=to_counters(extent.storage, delta),
         )
-        (outcomes,) = await self.shards.commit([(home, [mutation])])
+        # Reserved until the commit counts it, so that writers side by side cannot overshoot.
+        self._count_changed(extent.storage, delta)
+        try:
+            (outcomes,) = await self.shards.commit([(home, [mutation])])
+        finally:
+            self._count_changed(extent.storage, -delta)
         if outcomes[0] is not Outcome.APPLIED:
             raise InternalError(f"extent id {extent.extent_id.hex()} was used before")
         entry = Entry(self.uid, extent, state, delta)

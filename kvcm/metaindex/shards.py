@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcm.core.errors import OutcomeUnknown, StaleFence
+from kvcm.core.errors import OutcomeUnknown, StaleFence, Unavailable
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.metaindex.ledger import Delta, from_counters
 from kvcm.metaindex.store import Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
@@ -120,15 +120,18 @@ class Shards:
             if claim.commit_number < self._commits.get(number, 0):
                 self._lost(number)
                 self._suspect.add(number)
-            self._fences[number] = fence
             self._commits[number] = claim.commit_number
             self._take_counters(number, dict(claim.counters))
             if number in self._suspect:
-                self._suspect.discard(number)
                 again.append(number)
+            else:
+                self._fences[number] = fence
         for number in again:
+            # Nobody commits to it before it is read again, and it stays in doubt if that fails.
             if number < HOME_SHARDS:
                 await self._reload(number)
+            self._suspect.discard(number)
+            self._fences[number] = fence
         if failure is not None:
             raise failure
 
@@ -156,17 +159,25 @@ class Shards:
         commits = [ShardCommit(self.id(n), fences[n], muts) for n, muts in parts]
         failure: Exception | None = None
         outcomes: list[Sequence[Outcome]] = []
-        for (number, mutations), result in zip(
-            parts, await self._store.commit(commits), strict=True
-        ):
+        try:
+            results = await self._store.commit(commits)
+        except Unavailable:
+            raise
+        except BaseException:
+            # Cancelled, too: it may have taken effect.
+            for number, fence in fences.items():
+                self._doubt(number, fence)
+            raise
+        for (number, mutations), result in zip(parts, results, strict=True):
             if result.error is not None:
                 failure = failure or result.error
                 if isinstance(result.error, OutcomeUnknown | StaleFence):
                     self._doubt(number, fences[number])
                 outcomes.append(())
                 continue
-            self._commits[number] = max(self._commits[number], result.commit_number)
-            self._applied(number, mutations, result.outcomes)
+            if self._fences.get(number, fences[number]) == fences[number]:
+                self._commits[number] = max(self._commits[number], result.commit_number)
+                self._applied(number, mutations, result.outcomes)
             outcomes.append(result.outcomes)
         if failure is not None:
             raise failure
@@ -188,6 +199,11 @@ class Shards:
                     known[key] = known.get(key, 0) + change
                 for storage, delta in from_counters(mutation.counters).items():
                     self._count_changed(storage, delta)
+
+    @property
+    def doubted(self) -> list[int]:
+        """Shards whose last outcome is unknown; ``ensure`` clears it up."""
+        return sorted(self._suspect)
 
     @property
     def claimed(self) -> int:
