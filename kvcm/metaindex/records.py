@@ -16,6 +16,7 @@ import msgspec
 
 from kvcm.core.errors import CorruptRecord
 from kvcm.core.limits import BLOCKS_PER_CHUNK_MAX, BLOCKS_PER_EXTENT_MAX
+from kvcm.core.types import StorageType
 from kvcm.metaindex import bits
 from kvcm.metaindex.ids import EXTENT_ID_BYTES
 from kvcm.metaindex.store import VERSION_BYTES
@@ -24,7 +25,23 @@ _FORMAT = b"\x01"
 _CHUNK_KEY = struct.Struct(">H")
 _REF = struct.Struct(">12sH")
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder().decode
+_Header = tuple[
+    int,
+    str,
+    int,
+    bytes,
+    tuple[tuple[str, int], ...],
+    tuple[int, ...],
+    bytes,
+    int,
+    tuple[tuple[int, int, bytes | None, int], ...],
+    int,
+    int,
+]
+# Typed, so that whatever stands in a damaged record is refused before anything is made of it.
+_read_header = msgspec.msgpack.Decoder(_Header).decode
+_read_state = msgspec.msgpack.Decoder(tuple[int, int, bytes, bytes, bytes, int, int, int]).decode
+_read_trash = msgspec.msgpack.Decoder(tuple[str, bytes, int, bool, bool]).decode
 
 
 class Phase(IntEnum):
@@ -182,34 +199,32 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
         if first[:1] != _FORMAT:
             raise ValueError(f"format {first[:1]!r}")
         (size,) = struct.unpack_from(">I", first, 1)
-        f = _unpack(first[5 : 5 + size])
-        count = int(f[0])
+        f = _read_header(first[5 : 5 + size])
+        count, specs, sets, subset_of = f[0], f[4], f[5], f[6]
         keys = first[5 + size :]
         if not 0 < count <= BLOCKS_PER_EXTENT_MAX:
             raise ValueError(f"count {count}")
         if len(keys) != min(count, BLOCKS_PER_CHUNK_MAX) * 8:
             raise ValueError("keys cut short")
-        specs = tuple((str(n), int(s)) for n, s in f[4])
-        sets = tuple(int(s) for s in f[5])
-        subset_of = bytes(f[6])
-        if not sets or max(sets) >> len(specs) or (subset_of and len(subset_of) != count):
+        if any(spec_size <= 0 for _, spec_size in specs):
+            raise ValueError("spec size")
+        if not sets or any(s >> len(specs) for s in sets):
             raise ValueError("spec subsets")
-        if subset_of and max(subset_of) >= len(sets):
+        if subset_of and (len(subset_of) != count or max(subset_of) >= len(sets)):
             raise ValueError("spec subset index")
-        runs = tuple(Run(int(a), int(b), c, int(d)) for a, b, c, d in f[8])
         extent = Extent(
             extent_id=extent_id,
             keys=keys,
-            storage=str(f[1]),
-            storage_type=int(f[2]),
-            descriptor=bytes(f[3]),
+            storage=f[1],
+            storage_type=int(StorageType(f[2])),
+            descriptor=f[3],
             specs=specs,
             spec_sets=sets,
             subset_of=subset_of,
-            trim=int(f[7]),
-            runs=runs,
-            started_ms=int(f[9]),
-            timeout_s=int(f[10]),
+            trim=f[7],
+            runs=tuple(Run(*run) for run in f[8]),
+            started_ms=f[9],
+            timeout_s=f[10],
         )
     except (ValueError, TypeError, IndexError, struct.error, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"extent {extent_id.hex()}: {error}") from error
@@ -262,17 +277,17 @@ def decode_state(data: bytes) -> State:
     try:
         if data[VERSION_BYTES : VERSION_BYTES + 1] != _FORMAT:
             raise ValueError("format")
-        f = _unpack(data[VERSION_BYTES + 1 :])
+        f = _read_state(data[VERSION_BYTES + 1 :])
         return State(
             version=data[:VERSION_BYTES],
             phase=Phase(f[0]),
-            stamp_ms=int(f[1]),
+            stamp_ms=f[1],
             serving=bits.from_bytes(f[2]),
             finished=bits.from_bytes(f[3]),
             cancelled=bits.from_bytes(f[4]),
-            finished_ms=int(f[5]),
+            finished_ms=f[5],
             cause=Cause(f[6]),
-            dead=int(f[7]),
+            dead=f[7],
         )
     except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"extent state: {error}") from error
@@ -300,15 +315,15 @@ def decode_trash(key: bytes, data: bytes) -> Trash:
     try:
         if data[:1] != _FORMAT or len(key) <= EXTENT_ID_BYTES:
             raise ValueError("format")
-        f = _unpack(data[1:])
+        f = _read_trash(data[1:])
         return Trash(
             extent_id=key[:EXTENT_ID_BYTES],
             serial=key[EXTENT_ID_BYTES:],
-            storage=str(f[0]),
+            storage=f[0],
             objects=bits.from_bytes(f[1]),
-            size=int(f[2]),
-            late_writer=bool(f[3]),
-            again=bool(f[4]),
+            size=f[2],
+            late_writer=f[3],
+            again=f[4],
         )
     except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"trash {key.hex()}: {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvcm.core.clock import Clock
-from kvcm.core.errors import KvcmError, NotReady, StorageError
+from kvcm.core.errors import KvcmError, NotReady, StaleFence, StorageError
 from kvcm.core.types import Instance, InstanceGroup
 from kvcm.metaindex import bits
 from kvcm.metaindex.book import Entry
@@ -73,7 +73,7 @@ class Surroundings:
 
 
 class LoadLoop:
-    """Claims and loads the indexes of registered instances."""
+    """Claims and loads the indexes of registered instances, and clears up unknown outcomes."""
 
     name = "load"
     period_s = 0.05
@@ -84,11 +84,15 @@ class LoadLoop:
     async def run_once(self, now: float) -> Report:
         report = Report()
         for index in list(self._around.index.by_uid.values()):
-            if index.loaded:
+            doubted = index.shards.doubted
+            if index.loaded and not doubted:
                 continue
             try:
-                await index.load()
-            except NotReady as error:
+                if index.loaded:
+                    await index.shards.ensure(doubted)
+                else:
+                    await index.load()
+            except KvcmError as error:
                 _log.warning("loading instance %s: %s", index.uid, error)
                 report.failed += 1
                 continue
@@ -112,7 +116,7 @@ class ExpiryLoop:
                 try:
                     await index.change(entry.extent_id, _expire_with(index))
                     report.done += 1
-                except NotReady as error:
+                except KvcmError as error:
                     _log.warning("expiring extent %s: %s", entry.extent_id.hex(), error)
                     index.book.expect(entry, now + _BACKOFF_S_FIRST)
                     report.failed += 1
@@ -175,13 +179,19 @@ class EvictionLoop:
             held = entry.held
             entry.leaving = True
             try:
-                await index.change(entry.extent_id, retire_with(index))
-            except NotReady as error:
+                change = await index.change(entry.extent_id, retire_with(index))
+            except KvcmError as error:
                 _log.warning("evicting extent %s: %s", entry.extent_id.hex(), error)
                 report.failed += 1
-                return
+                if isinstance(error, NotReady | StaleFence):
+                    return
+                continue
             finally:
                 entry.leaving = False
+            if change is None:
+                # Its record is lost or unreadable: it can free nothing, so it must not count.
+                index.book.forget(entry.extent_id)
+                continue
             left -= held.blocks if excess.in_blocks else held.counted
             report.done += 1
 
@@ -216,12 +226,14 @@ class TrimLoop:
                 continue
             for entry in self._dead(index):
                 try:
-                    await index.change(entry.extent_id, retire_with(index))
+                    if await index.change(entry.extent_id, retire_with(index)) is None:
+                        index.book.forget(entry.extent_id)
                     report.done += 1
-                except NotReady as error:
+                except KvcmError as error:
                     _log.warning("freeing extent %s: %s", entry.extent_id.hex(), error)
                     report.failed += 1
-                    break
+                    if isinstance(error, NotReady | StaleFence):
+                        break
         return report
 
     def _dead(self, index: InstanceIndex) -> list[Entry]:
@@ -352,10 +364,11 @@ class ForgetLoop:
                 try:
                     await self._forget(index, entry)
                     report.done += 1
-                except NotReady as error:
+                except KvcmError as error:
                     _log.warning("forgetting extent %s: %s", entry.extent_id.hex(), error)
                     report.failed += 1
-                    break
+                    if isinstance(error, NotReady | StaleFence):
+                        break
             if index.closed and not index.book.entries and not index.trash:
                 try:
                     await self._drop(index.instance)
@@ -412,7 +425,7 @@ class StampLoop:
             try:
                 while saved := await index.save_stamps(_PER_ROUND):
                     report.done += saved
-            except NotReady as error:
+            except KvcmError as error:
                 _log.warning("saving stamps of instance %s: %s", index.uid, error)
                 report.failed += 1
         return report

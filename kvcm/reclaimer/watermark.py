@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcm.core.types import InstanceGroup, StorageType
@@ -43,30 +44,31 @@ def over(used: int, capacity: int, percentage: float, size: int = 0) -> int:
     return max((used - low for high, low in marks if used > high), default=0)
 
 
-def excesses(group: InstanceGroup, uids: list[str], ledger: Ledger) -> list[Excess]:
-    """All marks that a group crosses now: whole group, per type, keys of each instance."""
+def excesses(group: InstanceGroup, uids: list[str], ledger: Ledger) -> Iterator[Excess]:
+    """The marks that a group crosses: whole group, per type, keys of each instance.
+
+    Each is measured when it is asked for, so that what was evicted for one counts for the next.
+    """
     cache = group.cache_config
     reclaim = cache.reclaim_strategy if cache else None
     trigger = reclaim.trigger_strategy if reclaim else None
     if trigger is None:
-        return []
+        return
     percentage = trigger.used_percentage
-    out: list[Excess] = []
     capacity = group.quota.capacity if group.quota else 0
     used = ledger.group(group.name).counted
     # A hard limit lowered below the usage drains like a crossed mark.
     amount = over(used, capacity, percentage, trigger.used_size)
     if amount:
-        out.append(Excess(amount))
+        yield Excess(amount)
     for entry in group.quota.quota_config if group.quota else ():
         used = ledger.group_type(group.name, entry.storage_type).counted
         amount = over(used, entry.capacity, percentage)
         if amount:
-            out.append(Excess(amount, storage_type=entry.storage_type))
+            yield Excess(amount, storage_type=entry.storage_type)
     config = cache.meta_indexer_config if cache else None
     limit = config.max_key_count if config else 0
     for uid in uids:
         amount = over(ledger.instance(uid).blocks, limit, percentage)
         if amount:
-            out.append(Excess(amount, uid=uid, in_blocks=True))
-    return out
+            yield Excess(amount, uid=uid, in_blocks=True)
