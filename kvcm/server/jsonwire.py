@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
@@ -48,6 +48,9 @@ def parse(data: bytes, message_type: type[M]) -> M:
         MalformedRequest: not UTF-8, not JSON, not an object, a name given twice, or a value
             that its field cannot hold exactly; the message names the field.
     """
+    message = _parse_plain(data, message_type)
+    if message is not None:
+        return message
     try:
         document = _DECODER.decode(data.decode())
     except UnicodeDecodeError as error:
@@ -66,24 +69,40 @@ def parse(data: bytes, message_type: type[M]) -> M:
     return message
 
 
-def render(message: Message, encoded: Mapping[str, bytes] | None = None) -> bytes:
-    """The compact JSON of a message, fields in field-number order.
-
-    Args:
-        message: any message of the wire.
-        encoded: top-level field name → its JSON, printed in place of the field's value;
-            for lists that the caller keeps in wire form.
-    """
-    tree = _show(message)
-    if encoded:
-        for name, value in encoded.items():
-            if name not in tree:
-                raise KeyError(f"{message.DESCRIPTOR.full_name} prints no field {name!r}")
-            tree[name] = msgspec.Raw(value)
-    return msgspec.json.encode(tree)
+def render(message: Message) -> bytes:
+    """The compact JSON of a message, fields in field-number order."""
+    return msgspec.json.encode(_show(message))
 
 
 # -- reading ---------------------------------------------------------------------------
+
+
+def _parse_plain(data: bytes, message_type: type[M]) -> M | None:
+    """What `parse` returns, three times as fast, for bodies without anything unusual.
+
+    None leaves the body to the exact decoder, and so do all errors, which are its to word. The fast
+    decoder keeps the last of equal names and makes floats of numbers with a fraction. A member has
+    one colon outside strings, so as many colons as names means that no name came twice; and no
+    field takes a float.
+    """
+    try:
+        document = msgspec.json.decode(data)
+        if data.count(b":") != _count_names(document):
+            return None
+        message = message_type()
+        _fill(message, document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Wrong):
+        return None
+    return message
+
+
+def _count_names(value: Any) -> int:
+    """Names in nested objects; those in lists that begin with something else are left out."""
+    if type(value) is dict:
+        return len(value) + sum(map(_count_names, value.values()))
+    if type(value) is list and value and type(value[0]) in (dict, list):
+        return sum(map(_count_names, value))
+    return 0
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Manager:
 
         supervisor = Supervisor(clock)
         self._on_stop(supervisor.stop)
-        supervisor.start([*getattr(cache, "loops", ()), backends])
+        supervisor.start([*cache.loops, backends])
 
         await self._listen(registry, cache, backends)
         self.ready = True

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcm._pb import admin_pb2, meta_pb2
 from kvcm.core.errors import MalformedRequest
+from kvcm.server import jsonwire
 from kvcm.server.jsonwire import parse, render
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -112,17 +113,6 @@ def test_a_number_outside_its_enum_is_printed_as_a_number() -> None:
 def test_doubles_that_json_lacks_are_printed_by_name(value: float, printed: str) -> None:
     text = render(admin_pb2.MetricValue(float_value=value)).decode()
     assert text == f'{{"float_value":{printed}}}'
-
-
-def test_encoded_lists_take_the_place_of_a_field() -> None:
-    message = meta_pb2.GetCacheLocationResponse(header=HEADER)
-    text = render(message, {"locations": b'[{"type":"ST_NFS"}]'}).decode()
-    assert text == f'{{"header":{HEADER_JSON},"locations":[{{"type":"ST_NFS"}}]}}'
-
-
-def test_an_encoded_field_must_be_one_of_the_message() -> None:
-    with pytest.raises(KeyError, match="location"):
-        render(meta_pb2.GetCacheLocationResponse(), {"location": b"[]"})
 
 
 # -- names, null, unknown --------------------------------------------------------------
@@ -498,3 +488,52 @@ def test_every_message_of_the_wire_can_be_printed_and_read() -> None:
         for name in module.DESCRIPTOR.message_types_by_name:
             message = getattr(module, name)()
             assert parse(render(message), type(message)) == message
+
+
+JSON_TEXTS = st.text(st.sampled_from('abc:"\\é\u2028\x00'), max_size=4)
+JSON_NUMBERS = st.one_of(
+    st.integers(-(1 << 65), 1 << 65),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([1.0, -0.0, 1e300]),
+)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | JSON_NUMBERS | JSON_TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(JSON_TEXTS | st.sampled_from(["offset", "values", "boolMasks"]), inner)
+    ),
+    max_leaves=6,
+)
+LOOKUP_NAMES = st.sampled_from(
+    ["trace_id", "block_keys", "blockKeys", "query_type", "block_mask", "sw_size", "unknown"]
+)
+LOOKUP_MEMBERS = st.lists(
+    st.tuples(LOOKUP_NAMES, JSON_VALUES | st.lists(JSON_NUMBERS, max_size=4)), max_size=4
+)
+
+
+@given(members=LOOKUP_MEMBERS, space=st.sampled_from(["", " "]), ascii_only=st.booleans())
+@example(members=[("trace_id", "a"), ("trace_id", "b")], space="", ascii_only=True)
+@example(members=[("trace_id", ":"), ("sw_size", 1)], space=" ", ascii_only=True)
+@example(members=[("block_keys", [1.0, 2])], space="", ascii_only=True)
+@example(members=[("block_keys", [(1 << 63) - 1, -(1 << 63)])], space="", ascii_only=True)
+@example(members=[("unknown", [1, {"a": 1}])], space="", ascii_only=True)
+def test_the_fast_decoder_never_changes_the_outcome(
+    members: list[tuple[str, Any]], space: str, ascii_only: bool
+) -> None:
+    parts = [
+        f"{json.dumps(name)}{space}:{json.dumps(value, ensure_ascii=ascii_only)}"
+        for name, value in members
+    ]
+    body = ("{" + ",".join(parts) + "}").encode()
+
+    def outcome() -> Any:
+        try:
+            return jsonwire.parse(body, meta_pb2.GetCacheLocationRequest)
+        except MalformedRequest as error:
+            return str(error)
+
+    fast = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonwire, "_parse_plain", lambda data, kind: None)
+        assert outcome() == fast
