@@ -1,0 +1,1 @@
+"""Measurements of the hot path; ``python -m benchmarks --help``."""

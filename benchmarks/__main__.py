@@ -1,0 +1,121 @@
+"""``python -m benchmarks``: measure, profile, and renew the tables of the README."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+# Before grpc is imported: its C core writes debugging notes to standard error.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import typer
+
+from benchmarks import cases, load, results
+from benchmarks.profile import What, profile
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False
+)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part.replace("_", "")) for part in text.split(","))
+
+
+@app.command()
+def run(
+    quick: Annotated[bool, typer.Option(help="A slice of everything, below a minute.")] = False,
+    case: Annotated[
+        str, typer.Option("--cases", help="Comma-separated: lookup, json, write, memory.")
+    ] = "",
+    extents: Annotated[
+        str, typer.Option(help="Blocks per StartWrite, comma-separated; 1 = one block each.")
+    ] = "",
+    sizes: Annotated[str, typer.Option(help="Keys of a request, comma-separated.")] = "",
+    keys: Annotated[int, typer.Option(help="Keys in the index; 0 = a million.")] = 0,
+    keys_single: Annotated[
+        int, typer.Option(help="Keys in the index of the one-block case; 0 = 250,000.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(help="Runs whose median is quoted; 0 = 5.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Length of a run; 0 = 1.5.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Where result files go; default: results/, none if quick.")
+    ] = None,
+) -> None:
+    """Measure a manager on core 0 from processes on core 1 (about 20 minutes)."""
+    given: dict[str, Any] = {
+        "cases": tuple(case.split(",")) if case else (),
+        "extents": _numbers(extents) if extents else (),
+        "sizes": _numbers(sizes) if sizes else (),
+        "keys": keys,
+        "keys_single": keys_single,
+        "rounds": rounds,
+        "seconds": seconds,
+    }
+    base = cases.QUICK if quick else cases.Options()
+    options = replace(base, **{name: value for name, value in given.items() if value})
+    if not load.available():
+        typer.echo(load.HINT, err=True)
+    rows = cases.run(options, typer.echo)
+    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    shown = {f.name: getattr(options, f.name) for f in fields(options)}
+    for shape in results.CASES:
+        if shape.name in rows:
+            typer.echo("\n" + shape.title + "\n" + shape.note.format(**shown))
+            typer.echo(results.table(shape, rows[shape.name]))
+    folder = out or (None if quick else results.RESULTS)
+    if folder is None:
+        return
+    for name, found in rows.items():
+        typer.echo(f"wrote {results.write(name, found, command, options, folder)}")
+    if folder == results.RESULTS:
+        results.update_readme()
+        typer.echo(f"renewed the tables of {results.README}")
+
+
+@app.command("profile")
+def profile_command(
+    what: Annotated[What, typer.Argument()],
+    keys: Annotated[int, typer.Option(help="Keys of the call.")] = 4_400,
+    extent: Annotated[int, typer.Option(help="Blocks per StartWrite of what is there.")] = 88,
+    filled: Annotated[int, typer.Option(help="Keys in the index.")] = 100_000,
+    calls: Annotated[int, typer.Option(help="Calls to measure.")] = 40,
+    memory: Annotated[bool, typer.Option(help="The memory store, not RocksDB.")] = False,
+    lines: Annotated[int, typer.Option(help="Functions to show.")] = 30,
+) -> None:
+    """Where the time of one call goes: in process, no network."""
+    with tempfile.TemporaryDirectory(prefix="kvcm-bench-") as name:
+        report = profile(
+            what,
+            Path(name),
+            keys=keys,
+            extent=extent,
+            filled=filled,
+            calls=calls,
+            index_url="memory:" if memory else "",
+            lines=lines,
+        )
+    typer.echo(report)
+
+
+@app.command()
+def report() -> None:
+    """Put the newest result files into the tables of the README."""
+    results.update_readme()
+    typer.echo(results.tables())
+
+
+def main() -> None:
+    """Without a subcommand everything is measured."""
+    commands = {"run", "profile", "report", "--help", "-h"}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.argv.insert(1, "run")
+    app()
+
+
+if __name__ == "__main__":
+    main()

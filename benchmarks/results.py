@@ -1,0 +1,192 @@
+"""Result files, one per case and day, and the tables that the README shows of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
+README = FOLDER / "README.md"
+_BEGIN, _END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a case's table: key of a row, heading, format."""
+
+    key: str
+    title: str
+    form: str = "{}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case and how its rows are shown."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    note: str = ""
+
+
+_EXTENT = Column("extent", "blocks per StartWrite")
+_KEYS = Column("keys", "keys", "{:,}")
+_LATENCY = (
+    Column("p50_ms", "p50 ms", "{:.2f}"),
+    Column("p99_ms", "p99 ms", "{:.2f}"),
+    Column("requests_per_s", "requests/s", "{:,.0f}"),
+    Column("mkeys_per_s", "M keys/s", "{:.2f}"),
+    Column("cpu_us", "CPU µs/request", "{:,.0f}"),
+)
+
+CASES = (
+    Case(
+        "lookup",
+        "GetCacheLocation over gRPC",
+        (Column("answer", "answer"), _EXTENT, _KEYS, *_LATENCY),
+        "p50 and p99: one request in flight. requests/s and keys/s: {in_flight} in flight. CPU: "
+        "what the manager used, which other programs on the machine hardly change.",
+    ),
+    Case(
+        "json",
+        "GetCacheLocation as JSON over HTTP",
+        (_EXTENT, _KEYS, *_LATENCY, Column("grpc_ratio", "gRPC is faster by", "{:.1f} ×")),
+        "As above; the ratio is that of requests/s.",
+    ),
+    Case(
+        "write",
+        "StartWriteCache and FinishWriteCache over gRPC, RocksDB",
+        (
+            Column("keys", "new keys", "{:,}"),
+            Column("start_ms", "start ms", "{:.2f}"),
+            Column("start_p99_ms", "worst", "{:.2f}"),
+            Column("finish_ms", "finish ms", "{:.2f}"),
+            Column("finish_p99_ms", "worst", "{:.2f}"),
+            Column("again_ms", "start, all cached, ms", "{:.2f}"),
+        ),
+        "One call after the other, medians; the index holds the keys of the lookups.",
+    ),
+    Case(
+        "memory",
+        "Memory",
+        (
+            _EXTENT,
+            _KEYS,
+            Column("grown_per_key", "bytes/key, written and looked up", "{:,.0f}"),
+            Column("warm_per_key", "bytes/key, looked up after a restart", "{:,.0f}"),
+            Column("cache_per_key", "of these the answers", "{:,.0f}"),
+            Column("empty_mib", "empty manager, MiB", "{:,.0f}"),
+            Column("writes_per_s", "writes/s while filling", "{:,.0f}"),
+        ),
+        "RSS less that of an empty manager, after every key was looked up. The first figure holds "
+        "RocksDB's memtables and block cache too (at most 64 MiB each).",
+    ),
+)
+
+
+def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, folder: Path) -> Path:
+    """Write one result file and return its path."""
+    now = datetime.now(UTC)
+    document = {
+        "case": case,
+        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "options": asdict(options),
+        "machine": machine.describe(),
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{now:%Y-%m-%d}-{case}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def newest(case: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The latest result of a case."""
+    files = sorted(folder.glob(f"????-??-??-{case}.json"))
+    found: dict[str, Any] | None = json.loads(files[-1].read_text()) if files else None
+    return found
+
+
+def table(case: Case, rows: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    lines = [
+        "| " + " | ".join(c.title for c in case.columns) + " |",
+        "|" + "---|" * len(case.columns),
+    ]
+    for row in rows:
+        cells = [
+            c.form.format(row[c.key]) if row.get(c.key) is not None else "" for c in case.columns
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def section(case: Case, document: dict[str, Any]) -> str:
+    """A case with its circumstances and its table."""
+    at = document["machine"]
+    loaders = sorted({row["loader"] for row in document["rows"] if "loader" in row})
+    lines = [
+        f"### {case.title}",
+        "",
+        f"{document['date']}, `{document['command']}`; {at['cores']} cores ({at['cpu']}), "
+        f"Python {at['python']}, load average at the end {at['load_average']}"
+        + (f"; loader {', '.join(loaders)}." if loaders else "."),
+        case.note.format(**document["options"]),
+        "",
+    ]
+    return "\n".join(lines) + table(case, document["rows"])
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """All sections, and first of all the aims beside what was measured."""
+    found = {case.name: newest(case.name, folder) for case in CASES}
+    parts = [_aims(found)]
+    parts += [section(case, doc) for case in CASES if (doc := found[case.name]) is not None]
+    return "\n".join(parts)
+
+
+def update_readme() -> None:
+    """Put the newest tables into the README."""
+    text = README.read_text()
+    head, rest = text.split(_BEGIN)
+    tail = rest.split(_END)[1]
+    README.write_text(f"{head}{_BEGIN}\n{tables()}\n{_END}{tail}")
+
+
+def _aims(found: dict[str, dict[str, Any] | None]) -> str:
+    def value(case: str, key: str, **where: Any) -> float | None:
+        document = found[case]
+        for row in document["rows"] if document else ():
+            if all(row.get(k) == v for k, v in where.items()):
+                measured: float | None = row.get(key)
+                return measured
+        return None
+
+    p50s = [value("lookup", "p50_ms", keys=64, extent=e, answer="all hits") for e in (4, 32, 88)]
+    p50 = max((v for v in p50s if v is not None), default=None)
+    lines = [
+        ("lookups of 4,400 keys in extents of 88", "≥ 5 M keys/s", "{:.2f} M keys/s",
+         value("lookup", "mkeys_per_s", keys=4_400, extent=88, answer="all hits")),
+        ("p50 of a 64-key lookup, slowest extent size", "≤ 1 ms", "{:.2f} ms", p50),
+        ("JSON against gRPC at 4,400 keys", "≤ 3 ×", "{:.1f} ×",
+         value("json", "grpc_ratio", keys=4_400, extent=88)),
+        ("start of 4,400 keys", "≤ 40 ms", "{:.1f} ms", value("write", "start_ms", keys=4_400)),
+        ("finish of 4,400 keys", "≤ 40 ms", "{:.1f} ms", value("write", "finish_ms", keys=4_400)),
+        ("RSS per cached key, extents of 88", "≤ 250 bytes", "{:.0f} bytes",
+         value("memory", "grown_per_key", extent=88)),
+        ("… one block per StartWrite", "(own figure)", "{:.0f} bytes",
+         value("memory", "grown_per_key", extent=1)),
+    ]  # fmt: skip
+    rows = [
+        f"| {what} | {aim} | {form.format(v) if v is not None else '–'} |"
+        for what, aim, form, v in lines
+    ]
+    return "\n".join(["### Aims", "", "| what | aim | measured |", "|---|---|---|", *rows, ""])
