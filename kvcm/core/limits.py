@@ -12,6 +12,8 @@ INSTANCE_ID_BYTES_MAX = 1_024
 ENTITY_NAME_BYTES_MAX = 256
 """Names of groups, storages, accounts, specs and spec groups, in UTF-8 bytes."""
 TRACE_ID_BYTES_MAX = 1_024
+STATUS_MESSAGE_CHARS_MAX = 2_048
+"""Of an answer's ``header.status.message``; longer ones are cut."""
 SPECS_PER_INSTANCE_MAX = 64
 """A block's specs are one bit each in a 64-bit set."""
 SPEC_GROUPS_PER_INSTANCE_MAX = 256

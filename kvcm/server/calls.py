@@ -203,7 +203,8 @@ def fill_header(
     status = header.status
     status.code = code
     if message:
-        status.message = message
+        # Messages quote what was asked for, which can be as large as a request.
+        status.message = message[: limits.STATUS_MESSAGE_CHARS_MAX]
     if reason:
         status.reason = reason
     header.request_id = f"{trace_id}_{int(clock.now() * 1e6)}"

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from manager_harness import Running, Start
+from manager_harness import Running, Start, has_ipv6
 
 from kvcm._pb import admin_pb2, admin_pb2_grpc, meta_pb2
 from kvcm.core.errors import ReplyTooLarge
@@ -219,3 +219,16 @@ async def test_a_call_that_never_ends_holds_the_stop_up_for_the_drain_time_only(
         await running.manager.stop()
     with pytest.raises(grpc.aio.AioRpcError):
         await call
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+async def test_an_ipv6_host_serves_both_transports_and_prints_with_brackets(start: Start) -> None:
+    running: Running = await start(host="[::1]")
+    ports = running.manager.ports
+    assert running.manager.addresses()[0] == ("meta gRPC", f"[::1]:{ports.rpc}")
+    response = await running.http.get(f"http://[::1]:{ports.http}/readyz")
+    assert response.json() == {"ready": True}
+    async with grpc.aio.insecure_channel(f"[::1]:{ports.rpc}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from manager_harness import INSTANCE, Running, Start
 
+from kvcm.core import limits
 from kvcm.core.errors import CapacityReached, ReplyTooLarge
 from kvcm.core.mask import BlockMask
 from kvcm.testing.eventually import eventually
@@ -310,3 +311,8 @@ async def test_the_open_api_document_has_every_method(running: Running) -> None:
     assert "/healthz" in document["paths"]
     keys = document["components"]["schemas"]["GetCacheLocationRequest"]["properties"]["block_keys"]
     assert keys["type"] == "array"
+
+
+async def test_error_messages_do_not_echo_whole_requests(running: Running) -> None:
+    answer = await running.post("getInstanceInfo", {"instance_id": "x" * 100_000})
+    assert len(answer["header"]["status"]["message"]) == limits.STATUS_MESSAGE_CHARS_MAX

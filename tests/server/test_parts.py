@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 from manager_harness import bootstrap_document
 
+from kvcm._pb import meta_pb2
+from kvcm.cache.api import WireForm
+from kvcm.core import limits
 from kvcm.core.errors import ConfigError, InvalidArgument, NotLeader, StorageError
+from kvcm.core.keys import KeyBatch
 from kvcm.core.types import ReclaimPolicy, StorageConfig, StorageType
 from kvcm.registry.view import RegistryView
-from kvcm.server import bootstrap
+from kvcm.server import bootstrap, requests
 from kvcm.server.backends import BackendSet
+from kvcm.server.calls import Call
 from kvcm.server.datadir import DataDir
 from kvcm.server.leadership import CAMPAIGN_DELAY_MS_MAX, Leadership
 from kvcm.server.supervisor import BACK_OFF_S_MAX, Supervisor, back_off
@@ -314,3 +319,20 @@ def test_a_wrong_bootstrap_file_is_refused_by_name(
 def test_a_bootstrap_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json"):
         bootstrap.read(tmp_path / "none.json")
+
+
+# -- limits of requests
+
+
+def test_tokens_are_limited_per_request() -> None:
+    count_max = limits.TOKENS_PER_REQUEST_MAX
+    for count in (count_max, count_max + 1):
+        message = meta_pb2.GetCacheLocationRequest(instance_id="i")
+        tokens = KeyBatch.from_packed(b"\x01" * count)
+        call: Any = Call(message, meta_pb2.GetCacheLocationResponse(), WireForm.PROTO)
+        call.packed["token_ids"] = tokens
+        if count <= count_max:
+            assert requests.lookup_request(call).token_ids is tokens
+        else:
+            with pytest.raises(InvalidArgument, match="token_ids"):
+                requests.lookup_request(call)
