@@ -157,10 +157,8 @@ class Endpoint:
 
     async def _run(self, call: Call[Any, Any]) -> tuple[ErrorCode, str]:
         try:
-            if len(call.request.trace_id) > limits.TRACE_ID_BYTES_MAX:
-                raise InvalidArgument(
-                    f"trace_id is longer than {limits.TRACE_ID_BYTES_MAX} characters"
-                )
+            if len(call.request.trace_id.encode()) > limits.TRACE_ID_BYTES_MAX:
+                raise InvalidArgument(f"trace_id is longer than {limits.TRACE_ID_BYTES_MAX} bytes")
             if self._leader_only:
                 self._context.require_leader()
             await self._handler(call)
