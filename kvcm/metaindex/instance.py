@@ -35,7 +35,6 @@ from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 _log = logging.getLogger(__name__)
 _CHANGE_TRIES = 8
 _ROWS_PER_COMMIT = 1024
-_ROWS_PER_STEP = 1024
 _SCAN_PAGE = 128
 
 Decide = Callable[[Extent, State], State | None]
@@ -263,17 +262,18 @@ class InstanceIndex:
             got = await self.shared.store.get_many([(self.shards.id(number), [raw])], Table.ROWS)
             return [self._row(got[0][0])]
         values = np.asarray(keys, dtype=np.int64)
-        groups = by_shard(values, self.shard_count)
-        await self.shards.ensure(number for number, _ in groups)
-        asked = [(self.shards.id(n), _raw_keys(values[members])) for n, members in groups]
-        out: list[RowRefs] = [_NO_REFS] * len(keys)
+        order, parts = by_shard(values, self.shard_count)
+        await self.shards.ensure(number for number, _, _ in parts)
+        raw_keys = _raw_keys(values[order])
+        asked = [(self.shards.id(n), raw_keys[start:end]) for n, start, end in parts]
         answers = await self.shared.store.get_many(asked, Table.ROWS)
-        for (_, members), found in zip(groups, answers, strict=True):
+        out: list[RowRefs] = [_NO_REFS] * len(keys)
+        for (_, start, _), found in zip(parts, answers, strict=True):
             if found.count(None) == len(found):
                 continue
-            for index, value in zip(members.tolist(), found, strict=True):
+            for at, value in enumerate(found, start):
                 if value is not None:
-                    out[index] = self._row(value)
+                    out[order[at]] = self._row(value)
         return out
 
     def _row(self, value: bytes | None) -> RowRefs:
@@ -598,23 +598,18 @@ class InstanceIndex:
         refs[:, EXTENT_ID_BYTES:] = (
             np.arange(len(keys), dtype=">u2").view(np.uint8).reshape(len(keys), 2)
         )
-        commits: list[tuple[int, list[Mutation]]] = []
-        built = 0
-        for number, members in by_shard(keys, self.shard_count):
-            if built // _ROWS_PER_STEP != (built + len(members)) // _ROWS_PER_STEP:
-                await asyncio.sleep(0)
-            built += len(members)
-            raw_keys = _raw_keys(keys[members])
-            raw_refs = refs[members].tobytes()
-            size = EXTENT_ID_BYTES + 2
-            values = [raw_refs[i : i + size] for i in range(0, len(raw_refs), size)]
-            if old_refs:
-                for at, position in enumerate(members.tolist()):
-                    kept = old_refs.get(position, ())
-                    values[at] = b"".join(records.encode_ref(e, p) for e, p in kept) + values[at]
-            writes = list(map(Write._make, zip(repeat(Table.ROWS), raw_keys, values)))
-            commits.append((number, [Mutation(writes=writes)]))
-        return commits
+        order, parts = by_shard(keys, self.shard_count)
+        raw_keys = _raw_keys(keys[order])
+        raw_refs = refs[order].tobytes()
+        size = EXTENT_ID_BYTES + 2
+        values = [raw_refs[i : i + size] for i in range(0, len(raw_refs), size)]
+        await asyncio.sleep(0)
+        if old_refs:
+            for at, position in enumerate(order.tolist()):
+                kept = old_refs.get(position, ())
+                values[at] = b"".join(records.encode_ref(e, p) for e, p in kept) + values[at]
+        writes = list(map(Write._make, zip(repeat(Table.ROWS), raw_keys, values)))
+        return [(number, [Mutation(writes=writes[a:b])]) for number, a, b in parts]
 
     async def delete_rows(self, extent: Extent) -> int:
         """Remove the rows that still name an extent that is gone; other references stay.

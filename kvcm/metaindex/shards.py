@@ -37,14 +37,20 @@ def shards_of(keys: npt.NDArray[np.int64], shard_count: int) -> npt.NDArray[np.i
 
 def by_shard(
     keys: npt.NDArray[np.int64], shard_count: int
-) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """(shard, indexes into ``keys``) for each shard that any key lies in."""
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int]]]:
+    """Keys in shard order.
+
+    Returns:
+        Indexes into ``keys``, shard by shard, and for each shard that any key lies in its number
+        and the [start, end) of its indexes.
+    """
     numbers = shards_of(keys, shard_count)
     order = np.argsort(numbers, kind="stable")
-    in_order = numbers[order]
-    cuts = np.flatnonzero(np.diff(in_order)) + 1
-    parts = np.split(order, cuts)
-    return [(int(numbers[part[0]]), part) for part in parts if len(part)]
+    in_order = numbers[order].tolist()
+    cuts = [i for i in range(1, len(in_order)) if in_order[i] != in_order[i - 1]]
+    starts = [0, *cuts] if in_order else []
+    ends = [*cuts, len(in_order)]
+    return order, [(in_order[a], a, b) for a, b in zip(starts, ends, strict=False)]
 
 
 class ClaimNumbers:
