@@ -148,8 +148,8 @@ class UsageReport:
 class CacheService(Protocol):
     """The use cases. Every call may raise any KvcmError; see core/errors.py for the codes.
 
-    A caller that is cancelled, or that finds after ``start_write`` that its client is gone, calls
-    ``abandon`` so that what was granted is freed at once.
+    A ``start_write`` that is cancelled frees what it granted. A caller that finds after it that its
+    client is gone calls ``abandon``, so that the grant is freed at once.
     """
 
     async def lookup(self, request: LookupRequest) -> LookupAnswer: ...
@@ -171,9 +171,6 @@ class CacheService(Protocol):
 
     def prepare_instance(self, instance_id: str) -> None:
         """Called after a registration: makes folders, claims shards, in the background."""
-
-    async def load_instance(self, instance_id: str) -> None:
-        """Returns once the instance takes writes; a store that fails is left to the loops."""
 
     def storage_blocks(self, storage: str) -> int:
         """Blocks (open and serving) on a storage, over all groups."""

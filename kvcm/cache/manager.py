@@ -191,16 +191,6 @@ class CacheManager:
                 self._prepared.add((instance.uid, name))
                 self._later(backend.prepare(self.shared.cluster_uid, instance.uid))
 
-    async def load_instance(self, instance_id: str) -> None:
-        """Returns once the instance takes writes; a store that fails is left to the loops."""
-        index = self.index.by_id.get(instance_id)
-        if index is None or index.loaded:
-            return
-        try:
-            await index.load()
-        except KvcmError as error:
-            _log.warning("loading instance %s: %s", index.uid, error)
-
     def _touch_files(self, index: InstanceIndex, storage: str, names: list[str]) -> None:
         backend = self._backends.get(storage)
         if backend is not None:

@@ -160,9 +160,7 @@ class Writes:
             if scan.intact():
                 break
         if index.closed:
-            raise InstanceNotExist(
-                f"instance {index.instance.instance_id[:200]!r} does not exist"
-            )
+            raise InstanceNotExist(f"instance {index.instance.instance_id[:200]!r} does not exist")
         missing = list(scan.missing(0, len(keys)))
         if len({keys[i] for i in missing}) < len(missing):
             # A key twice in one request is granted once.

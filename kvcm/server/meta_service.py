@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvcm.cache.api import CacheService, StartWriteAnswer
-from kvcm.core.errors import InstanceNotExist
+from kvcm.cache.api import CacheService
+from kvcm.core.errors import InstanceNotExist, KvcmError
 from kvcm.core.mask import BlockMask
 from kvcm.core.storage_configs import storage_configs_json
 from kvcm.core.types import Instance, StorageConfig
@@ -49,8 +49,6 @@ class MetaService:
         """Register and prepare the instance of a RegisterInstanceRequest of either package."""
         instance = await self._registry.register_instance(pb_entities.instance_of(request))
         self._cache.prepare_instance(instance.instance_id)
-        # Engines write at once after registering; "not ready" would be an error to them.
-        await self._cache.load_instance(instance.instance_id)
         return instance
 
     async def GetInstanceInfo(self, call: AnyCall) -> None:
@@ -77,19 +75,9 @@ class MetaService:
 
     async def StartWriteCache(self, call: AnyCall) -> None:
         request = requests.start_write_request(call)
-        # Shielded: once granted, only the session's id can give it back.
-        granting = asyncio.ensure_future(self._cache.start_write(request))
-        self._keep(granting)
-
-        def give_back() -> None:
-            self._keep(asyncio.ensure_future(self._give_back(request.instance_id, granting)))
-
-        try:
-            answer = await asyncio.shield(granting)
-        except asyncio.CancelledError:
-            give_back()
-            raise
-        call.lost = give_back
+        # A cancelled start frees what it granted by itself; only a lost reply is our concern.
+        answer = await self._cache.start_write(request)
+        call.lost = lambda: self._give_back(request.instance_id, answer.session_id)
         call.body = answer.body
         call.reason = answer.reason
         call.response.write_session_id = answer.session_id
@@ -112,20 +100,17 @@ class MetaService:
             (view.storages[name], self._available(name)) for name in names & view.storages.keys()
         ]
 
-    async def _give_back(
-        self, instance_id: str, granting: asyncio.Future[StartWriteAnswer]
-    ) -> None:
-        try:
-            answer = await granting
-            await self._cache.abandon(instance_id, answer.session_id)
-        except Exception as error:
-            # Nobody waits for this; what is not given back now expires with its session.
-            log.info("a write of instance %r was not given back: %s", instance_id, error)
+    def _give_back(self, instance_id: str, session_id: str) -> None:
+        async def abandon() -> None:
+            try:
+                await self._cache.abandon(instance_id, session_id)
+            except KvcmError as error:
+                # Nobody waits for this; what is not given back now expires with its session.
+                log.info("a write of instance %r was not given back: %s", instance_id, error)
 
-    def _keep(self, task: asyncio.Future[Any]) -> None:
-        if isinstance(task, asyncio.Task):
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.ensure_future(abandon())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _fill_mask(message: Any, mask: BlockMask) -> None:

@@ -33,6 +33,7 @@ class StandInCache:
         self.loops: list[Any] = []
         self.requests: list[Any] = []
         self.abandoned: list[str] = []
+        self.cancelled: list[str] = []
         self.sessions: dict[str, list[int]] = {}
         self.serving: set[int] = set()
         self.prepared: list[str] = []
@@ -53,7 +54,11 @@ class StandInCache:
         if self.registry is not None and request.instance_id not in self.registry.view.instances:
             raise InstanceNotExist(f"instance {request.instance_id!r} is not registered")
         self.entered.set()
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(type(request).__name__)
+            raise
         if self.error is not None:
             raise self.error
 
@@ -112,9 +117,6 @@ class StandInCache:
 
     def prepare_instance(self, instance_id: str) -> None:
         self.prepared.append(instance_id)
-
-    async def load_instance(self, instance_id: str) -> None:
-        pass
 
     def storage_blocks(self, storage: str) -> int:
         return self.blocks_on_storage
