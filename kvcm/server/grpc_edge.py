@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,13 +13,14 @@ from grpc_reflection.v1alpha import reflection
 from kvcm.cache.api import WireForm
 from kvcm.core.errors import ConfigError, MalformedRequest, ReplyTooLarge
 from kvcm.server import sockets
-from kvcm.server.calls import Endpoint
+from kvcm.server.calls import Endpoint, Reply
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 Services = Mapping[str, Sequence[Endpoint]]
 """Full service name → its endpoints."""
+_Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class GrpcListener:
@@ -87,46 +87,45 @@ def _options(receive_bytes_max: int) -> list[tuple[str, int]]:
 
 
 def _method_handler(endpoint: Endpoint) -> Any:
+    if endpoint.grants:
+        # The same on the wire; but the handler sends the reply itself and sees whether it left.
+        return grpc.unary_stream_rpc_method_handler(_granting(endpoint))
     return grpc.unary_unary_rpc_method_handler(_behaviour(endpoint))
 
 
-def _behaviour(
-    endpoint: Endpoint,
-) -> Callable[[bytes, grpc.aio.ServicerContext[bytes, bytes]], Awaitable[bytes]]:
-    async def handle(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        try:
-            reply = await endpoint.call(data, WireForm.PROTO)
-        except MalformedRequest as error:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except ReplyTooLarge as error:
-            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        if reply.lost is not None:
-            await _still_wanted(context, reply.lost)
-        return reply.body
+def _behaviour(endpoint: Endpoint) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+    async def handle(data: bytes, context: _Context) -> bytes:
+        return (await _reply(endpoint, data, context)).body
 
     return handle
 
 
-async def _still_wanted(
-    context: grpc.aio.ServicerContext[bytes, bytes], lost: Callable[[], None]
-) -> None:
-    """Calls ``lost`` when the client has cancelled or its deadline has passed.
+def _granting(endpoint: Endpoint) -> Callable[[bytes, _Context], Awaitable[None]]:
+    async def handle(data: bytes, context: _Context) -> None:
+        reply = await _reply(endpoint, data, context)
+        try:
+            await context.write(reply.body)
+        except BaseException:
+            # Cancelled, past its deadline, or the connection broke while the reply was sent.
+            if reply.lost is not None:
+                reply.lost()
+            raise
+        remaining = context.time_remaining()
+        if reply.lost is not None and remaining is not None and remaining <= 0:
+            reply.lost()
 
-    The framework then cancels this task; one turn of the loop delivers a cancellation that came
-    while the reply was encoded.
-    """
+    return handle
+
+
+async def _reply(endpoint: Endpoint, data: bytes, context: _Context) -> Reply:
     try:
-        await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        lost()
-        raise
-    remaining = context.time_remaining()
-    if remaining is not None and remaining <= 0:
-        lost()
+        return await endpoint.call(data, WireForm.PROTO)
+    except MalformedRequest as error:
+        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except ReplyTooLarge as error:
+        await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext[bytes, bytes], code: grpc.StatusCode, message: str
-) -> NoReturn:
+async def _abort(context: _Context, code: grpc.StatusCode, message: str) -> NoReturn:
     await context.abort(code, message)
     raise AssertionError("abort raises")
