@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from kvcm.core.keys import KeyForm
 from kvcm.metaindex import bits
-from kvcm.metaindex.instance import InstanceIndex, RowRefs
+from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.readcache import Ref, View
+from kvcm.metaindex.reading import RowRefs
 
 _CHUNK_FIRST = 64
 _CHUNK_MAX = 2048

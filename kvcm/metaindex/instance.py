@@ -1,4 +1,4 @@
-"""The index of one instance: loading, reading and changing extents.
+"""The index of one instance: changing extents.
 
 Every change of an extent is one compare-and-set on its state record, with counters and trash in
 the same commit, however many blocks it touches (design.md §3, §4).
@@ -7,39 +7,30 @@ the same commit, however many blocks it touches (design.md §3, §4).
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcm.core.clock import Clock
-from kvcm.core.errors import CorruptRecord, InternalError, OutcomeUnknown, StaleFence
+from kvcm.core.errors import InternalError, OutcomeUnknown, StaleFence
 from kvcm.core.keys import array_of
-from kvcm.core.limits import HOME_SHARDS
-from kvcm.core.types import Instance, StorageType
 from kvcm.metaindex import bits, records
-from kvcm.metaindex.answers import Selector, owner_of
-from kvcm.metaindex.book import Book, Entry
-from kvcm.metaindex.ids import EXTENT_ID_BYTES, SessionIds, home_shard
-from kvcm.metaindex.layout import Layout, Waste, live_blocks, live_bytes, spec_slots
+from kvcm.metaindex.answers import owner_of
+from kvcm.metaindex.book import Entry
+from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
+from kvcm.metaindex.layout import Layout, Waste, held_by, live_blocks, spec_slots
 from kvcm.metaindex.ledger import Delta, to_counters
-from kvcm.metaindex.readcache import Ref, View
+from kvcm.metaindex.loading import InstanceLoader
+from kvcm.metaindex.reading import RowRefs, raw_row_keys
 from kvcm.metaindex.records import Extent, Phase, State, Trash
-from kvcm.metaindex.shards import Shards, by_shard, shard_of
-from kvcm.metaindex.shared import Shared
+from kvcm.metaindex.shards import by_shard, shard_of
 from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 
-_log = logging.getLogger(__name__)
 _CHANGE_TRIES = 8
 _ROWS_PER_COMMIT = 1024
-_SCAN_PAGE = 128
 
 Decide = Callable[[Extent, State], State | None]
-RowRefs = list[tuple[bytes, int]]
-_NO_REFS: RowRefs = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,373 +43,11 @@ class Change:
     trash: Trash | None = None
 
 
-def held_by(extent: Extent, state: State) -> Delta:
-    """An extent's share of the ledger in a state, without trash."""
-    live = live_blocks(extent, state)
-    size, count = live_bytes(extent, live), live.bit_count()
-    if state.phase is Phase.OPEN:
-        return Delta(open_bytes=size, dead_bytes=state.dead, open_blocks=count)
-    if state.phase is Phase.SETTLED:
-        return Delta(serving_bytes=size, dead_bytes=state.dead, serving_blocks=count)
-    return Delta()
-
-
-def _raw_keys(keys: npt.NDArray[np.int64]) -> list[bytes]:
-    """The row key of each block key: raw little-endian, 8 bytes."""
-    raw = keys.astype("<i8").tobytes()
-    return [raw[i : i + 8] for i in range(0, len(raw), 8)]
-
-
-class InstanceIndex:
+class InstanceIndex(InstanceLoader):
     """Extents and rows of one registered instance."""
 
-    def __init__(self, shared: Shared, instance: Instance) -> None:
-        self.shared = shared
-        self.instance = instance
-        self.uid = instance.uid
-        self.group = instance.instance_group
-        self.shard_count = instance.shard_count
-        self.trim = instance.trim
-        self.trimmed_to = -1
-        self.closed = False
-        self.loaded = False
-        self._loading = asyncio.Lock()
-        self.lost_writes = 0
-        self.rows: dict[int, tuple[Ref, ...]] = {}
-        self.row_generation = 0
-        self.book = Book(shared.order_of(self.group))
-        self.trash: dict[bytes, Trash] = {}
-        self.sessions = SessionIds(shared.secret, self.uid)
-        self.spec_bits = {s.name: 1 << i for i, s in enumerate(instance.location_spec_infos)}
-        self._selectors: dict[tuple[bool, int], Selector] = {}
-        self._generation = [0] * HOME_SHARDS
-        self.shards = Shards(
-            shared.store,
-            self.uid.encode(),
-            shared.numbers,
-            self._count_changed,
-            self._load_shard,
-            self._lost,
-        )
-
-    # ---- small facts -------------------------------------------------------------------------
-
-    @property
-    def clock(self) -> Clock:
-        return self.shared.clock
-
-    def selector(self, as_json: bool, asked: int) -> Selector:
-        """The one selector object of a wish."""
-        found = self._selectors.get((as_json, asked))
-        if found is None:
-            found = self._selectors[as_json, asked] = Selector(as_json, asked)
-        return found
-
-    def raise_trim(self, trim: int) -> None:
-        """Everything granted under a lower trim number is dead from now on."""
-        self.trim = trim
-        self.row_generation += 1
-        for number in range(HOME_SHARDS):
-            self._generation[number] += 1
-        self.shared.cache.clear_instance(self.rows)
-
-    def usable(self, extent: Extent, state: State) -> bool:
-        """Whether rows to this extent count: not retired, aborted or trimmed."""
-        return state.phase in (Phase.OPEN, Phase.SETTLED) and extent.trim >= self.trim
-
-    def _count_changed(self, storage: str, delta: Delta) -> None:
-        kind = self.shared.type_of(storage)
-        self.shared.ledger.apply(self.group, self.uid, storage, kind, delta)
-
-    def _lost(self, number: int) -> None:
-        self.lost_writes += 1
-        _log.error("instance %s: the index store lost writes of shard %d", self.uid, number)
-        self.shared.cache.clear_instance(self.rows)
-
-    # ---- loading -----------------------------------------------------------------------------
-
-    async def load(self) -> None:
-        """Claim the home shards and read their extents into memory; once, however often called.
-
-        Raises:
-            Unavailable, OutcomeUnknown, StaleFence: the store; call again.
-        """
-        async with self._loading:
-            if self.loaded:
-                return
-            for number in range(HOME_SHARDS):
-                await self.shards.ensure([number])
-                await self._load_shard(number)
-            self._link()
-            self.loaded = True
-
-    async def _load_shard(self, number: int) -> None:
-        shard = self.shards.id(number)
-        store = self.shared.store
-        self._generation[number] += 1
-        headers: dict[bytes, Extent] = {}
-        counts: dict[bytes, int] = {}
-        async for page in store.scan(shard, Table.EXTENTS, page=_SCAN_PAGE):
-            for key, value in page:
-                if key[EXTENT_ID_BYTES:] == b"\0\0":
-                    self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
-        stamps: dict[bytes, int] = {}
-        async for page in store.scan(shard, Table.DUE):
-            stamps.update((k, int.from_bytes(v, "big")) for k, v in page)
-        found: set[bytes] = set()
-        async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
-            for key, value in page:
-                extent = headers.get(key)
-                if extent is not None and self._load_entry(extent, value, stamps.get(key, 0)):
-                    found.add(key)
-        for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
-            if extent_id not in found:
-                self.book.forget(extent_id)
-                self.shared.cache.invalidate(extent_id)
-        await self._load_trash(number)
-        if self.loaded:
-            self._link()
-
-    async def _load_trash(self, number: int) -> None:
-        found: dict[bytes, Trash] = {}
-        async for page in self.shared.store.scan(self.shards.id(number), Table.TRASH):
-            for key, value in page:
-                try:
-                    found[key] = records.decode_trash(key, value)
-                except CorruptRecord as error:
-                    self.shared.quarantine.add(error)
-        for key in [k for k in self.trash if home_shard(k) == number and k not in found]:
-            del self.trash[key]
-        for key, trash in found.items():
-            if self.trash.get(key) != trash:
-                self.trash[key] = trash
-                self.shared.trash_added(self, trash)
-
-    def _read_header(
-        self, extent_id: bytes, value: bytes, headers: dict[bytes, Extent], counts: dict[bytes, int]
-    ) -> None:
-        try:
-            header, count = records.decode_header(extent_id, value)
-        except CorruptRecord as error:
-            self.shared.quarantine.add(error)
-            return
-        # Only the header matters here; a stand-in for the keys keeps ``count`` right.
-        headers[extent_id] = replace(header, keys=bytes(8 * count))
-        counts[extent_id] = count
-
-    def _load_entry(self, extent: Extent, value: bytes, stamp_ms: int) -> bool:
-        try:
-            state = records.decode_state(value)
-        except CorruptRecord as error:
-            self.shared.quarantine.add(error)
-            return False
-        # A view made before its entry was known would never be stamped, nor count as written.
-        self.shared.cache.invalidate(extent.extent_id)
-        known = self.book.entries.get(extent.extent_id)
-        if known is not None and known.phase <= state.phase:
-            # The same object goes on: sessions pin it and others build on it.
-            known.opened = known.state = None
-            self._follow(known, extent, state)
-            return True
-        entry = Entry(self.uid, extent, state, held_by(extent, state))
-        entry.stamp_ms = max(stamp_ms, state.stamp_ms)
-        entry.runs = extent.runs
-        deadline = self.clock.monotonic() + extent.timeout_s
-        entry.keep_until = deadline
-        self.book.add(entry)
-        if state.phase is Phase.OPEN:
-            self.book.expect(entry, deadline)
-        return True
-
-    def _link(self) -> None:
-        """Resolve parents, raise a parent's stamp to its youngest child's, rebuild the order."""
-        entries = self.book.entries
-        depth: dict[Entry, int] = {}
-        for entry in entries.values():
-            if entry.runs is not None:
-                depth[entry] = max((r.depth for r in entry.runs), default=0)
-                found = [entries[r.parent] for r in entry.runs if r.parent in entries]
-                entry.parents = tuple(dict.fromkeys(p for p in found if p is not entry))
-                entry.runs = None
-        for entry in sorted(entries.values(), key=lambda e: -depth.get(e, 0)):
-            for parent in entry.parents:
-                parent.stamp_ms = max(parent.stamp_ms, entry.stamp_ms)
-        order = self.book.order
-        for entry in sorted(order, key=lambda e: (e.stamp_ms, -depth.get(e, 0))):
-            order.move_to_end(entry)
-
-    # ---- reading -----------------------------------------------------------------------------
-
-    async def rows_of(self, keys: Sequence[int]) -> list[RowRefs]:
-        """The references of each key's row, in order; an unreadable row is empty.
-
-        Raises:
-            Unavailable, OutcomeUnknown, StaleFence: the store.
-        """
-        if len(keys) == 1:
-            number = shard_of(keys[0], self.shard_count)
-            await self.shards.ensure((number,))
-            raw = keys[0].to_bytes(8, "little", signed=True)
-            got = await self.shared.store.get_many([(self.shards.id(number), [raw])], Table.ROWS)
-            return [self._row(got[0][0])]
-        values = np.asarray(keys, dtype=np.int64)
-        order, parts = by_shard(values, self.shard_count)
-        await self.shards.ensure(number for number, _, _ in parts)
-        raw_keys = _raw_keys(values[order])
-        asked = [(self.shards.id(n), raw_keys[start:end]) for n, start, end in parts]
-        answers = await self.shared.store.get_many(asked, Table.ROWS)
-        out: list[RowRefs] = [_NO_REFS] * len(keys)
-        for (_, start, _), found in zip(parts, answers, strict=True):
-            if found.count(None) == len(found):
-                continue
-            for at, value in enumerate(found, start):
-                if value is not None:
-                    out[order[at]] = self._row(value)
-        return out
-
-    def _row(self, value: bytes | None) -> RowRefs:
-        if value is None:
-            return []
-        try:
-            return records.decode_row(value)
-        except CorruptRecord as error:
-            self.shared.quarantine.add(error)
-            return []
-
-    async def views_of(self, extent_ids: Iterable[bytes]) -> Mapping[bytes, View]:
-        """Views of those extents that are usable; the others are left out.
-
-        Raises:
-            Unavailable, OutcomeUnknown, StaleFence: the store.
-        """
-        cache = self.shared.cache
-        out: dict[bytes, View] = {}
-        missing: list[bytes] = []
-        for extent_id in dict.fromkeys(extent_ids):
-            view = cache.views.get(extent_id)
-            if view is not None and view.rows is self.rows:
-                out[extent_id] = view
-            elif not self._known_gone(extent_id):
-                opened = self._view_of_open(extent_id)
-                if opened is None:
-                    missing.append(extent_id)
-                else:
-                    out[extent_id] = opened
-        if missing:
-            before = list(self._generation)
-            for extent_id, found in (await self._read(missing)).items():
-                if found is None or not self.usable(*found):
-                    continue
-                view = self.view(*found)
-                out[extent_id] = view
-                unchanged = before[home_shard(extent_id)] == self._generation[home_shard(extent_id)]
-                # Without its storage it shows nothing, and must not stay so once that is open.
-                if unchanged and view.storage is not None:
-                    cache.put(view)
-        return out
-
-    def _view_of_open(self, extent_id: bytes) -> View | None:
-        entry = self.book.entries.get(extent_id)
-        if entry is None or entry.opened is None or entry.state is None:
-            return None
-        if entry.trim < self.trim:
-            return None
-        view = self.view(entry.opened, entry.state)
-        self.shared.cache.put(view)
-        return view
-
-    def link(self, key: int, refs: Sequence[Ref], generation: int) -> None:
-        """Remember a row read at ``row_generation`` == ``generation``, if it still holds.
-
-        All its extents must be cached, since a row leaves with them.
-        """
-        cached = self.shared.cache.views
-        if generation == self.row_generation and all(
-            cached.get(view.extent.extent_id) is view for view, _ in refs
-        ):
-            self.shared.cache.link(key, refs)
-
-    def _known_gone(self, extent_id: bytes) -> bool:
-        if not self.loaded:
-            return False
-        entry = self.book.entries.get(extent_id)
-        return entry is None or entry.phase in (Phase.RETIRED, Phase.ABORTED)
-
-    def view(self, extent: Extent, state: State) -> View:
-        """A view of an extent, not yet in the cache."""
-        shared = self.shared
-        return View(
-            extent,
-            state,
-            owner_of(shared.cluster_uid, self.uid, extent),
-            shared.storages.get(extent.storage),
-            self.book.entries.get(extent.extent_id),
-            shared.cache,
-            self.rows,
-        )
-
-    async def _read(self, extent_ids: Sequence[bytes]) -> dict[bytes, tuple[Extent, State] | None]:
-        """Extents and states from the store; None where missing or unreadable."""
-        by_shard: dict[int, list[bytes]] = {}
-        for extent_id in extent_ids:
-            by_shard.setdefault(home_shard(extent_id), []).append(extent_id)
-        await self.shards.ensure(by_shard)
-        store = self.shared.store
-        ids = [(self.shards.id(n), members) for n, members in by_shard.items()]
-        states = await store.get_many(ids, Table.STATES)
-        firsts = await store.get_many(
-            [(s, [records.chunk_key(e, 0) for e in members]) for s, members in ids], Table.EXTENTS
-        )
-        out: dict[bytes, tuple[Extent, State] | None] = {}
-        more: list[tuple[Extent, int, State]] = []
-        for (_, members), shard_states, shard_firsts in zip(ids, states, firsts, strict=True):
-            for extent_id, state_bytes, first in zip(
-                members, shard_states, shard_firsts, strict=True
-            ):
-                out[extent_id] = None
-                if state_bytes is None or first is None:
-                    continue
-                try:
-                    state = records.decode_state(state_bytes)
-                    extent, count = records.decode_header(extent_id, first)
-                except CorruptRecord as error:
-                    self.shared.quarantine.add(error)
-                    continue
-                if extent.count == count:
-                    out[extent_id] = (extent, state)
-                else:
-                    more.append((extent, count, state))
-        if more:
-            await self._read_rest(more, out)
-        return out
-
-    async def _read_rest(
-        self,
-        more: Sequence[tuple[Extent, int, State]],
-        out: dict[bytes, tuple[Extent, State] | None],
-    ) -> None:
-        asked = [
-            (
-                self.shards.id(home_shard(e.extent_id)),
-                [records.chunk_key(e.extent_id, i) for i in range(1, records.chunk_count(count))],
-            )
-            for e, count, _ in more
-        ]
-        rests = await self.shared.store.get_many(asked, Table.EXTENTS)
-        for (extent, count, state), rest in zip(more, rests, strict=True):
-            try:
-                out[extent.extent_id] = (records.join_chunks(extent, count, rest), state)
-            except CorruptRecord as error:
-                self.shared.quarantine.add(error)
-
-    async def read(self, extent_id: bytes) -> tuple[Extent, State] | None:
-        """One extent with its state, from memory while it is open; None when it is gone."""
-        entry = self.book.entries.get(extent_id)
-        if entry is not None and entry.opened is not None and entry.state is not None:
-            return entry.opened, entry.state
-        return (await self._read([extent_id]))[extent_id]
-
-    # ---- changing ----------------------------------------------------------------------------
+    def _trash_found(self, trash: Trash) -> None:
+        self.shared.on_trash(self, trash)
 
     def layout(self, extent: Extent) -> Layout | None:
         """Objects of an extent; None when its storage is gone."""
@@ -506,7 +135,7 @@ class InstanceIndex:
             self._follow(entry, extent, new)
         if trash is not None:
             self.trash[trash.key] = trash
-            self.shared.trash_added(self, trash)
+            self._trash_found(trash)
         return Change(extent, new, applied=True, trash=trash)
 
     def _catch_up(self, extent: Extent, state: State) -> None:
@@ -518,22 +147,6 @@ class InstanceIndex:
     def _hide(self, extent_id: bytes) -> None:
         self._generation[home_shard(extent_id)] += 1
         self.shared.cache.invalidate(extent_id)
-
-    def _follow(self, entry: Entry, extent: Extent, state: State) -> None:
-        was = entry.phase
-        entry.phase = state.phase
-        entry.finished_ms = state.finished_ms
-        if state.phase in (Phase.RETIRED, Phase.ABORTED):
-            if was in (Phase.OPEN, Phase.SETTLED):
-                self.book.leave(entry, was)
-            return
-        entry.held = held_by(extent, state)
-        if state.phase is Phase.OPEN:
-            entry.state = state
-        elif was is Phase.OPEN:
-            entry.opened = entry.state = None
-            self.book.unpin(entry)
-            self.book.settle(entry)
 
     async def grant(
         self,
@@ -599,7 +212,7 @@ class InstanceIndex:
             np.arange(len(keys), dtype=">u2").view(np.uint8).reshape(len(keys), 2)
         )
         order, parts = by_shard(keys, self.shard_count)
-        raw_keys = _raw_keys(keys[order])
+        raw_keys = raw_row_keys(keys[order])
         raw_refs = refs[order].tobytes()
         size = EXTENT_ID_BYTES + 2
         values = [raw_refs[i : i + size] for i in range(0, len(raw_refs), size)]
@@ -690,15 +303,3 @@ class InstanceIndex:
         if groups:
             await self.shards.commit([(n, [Mutation(writes=w)]) for n, w in groups.items()])
         return len(taken)
-
-    def full_set(self) -> int:
-        """All specs of the instance as a bit set."""
-        return bits.ones(len(self.instance.location_spec_infos))
-
-    def new_version(self) -> bytes:
-        """A version token for a state record."""
-        return self.clock.random_bytes(8)
-
-    def storage_type(self, storage: str) -> StorageType:
-        """Type of a storage by name."""
-        return self.shared.type_of(storage)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvcm.core.storage import ObjectRef, SpecSlots
 from kvcm.metaindex import bits
+from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.records import Extent, Phase, State
 
 
@@ -115,3 +116,14 @@ def live_blocks(extent: Extent, state: State) -> int:
     if state.phase is Phase.OPEN:
         return bits.ones(extent.count) & ~state.cancelled
     return state.serving if state.phase is Phase.SETTLED else 0
+
+
+def held_by(extent: Extent, state: State) -> Delta:
+    """An extent's share of the ledger in a state, without trash."""
+    live = live_blocks(extent, state)
+    size, count = live_bytes(extent, live), live.bit_count()
+    if state.phase is Phase.OPEN:
+        return Delta(open_bytes=size, dead_bytes=state.dead, open_blocks=count)
+    if state.phase is Phase.SETTLED:
+        return Delta(serving_bytes=size, dead_bytes=state.dead, serving_blocks=count)
+    return Delta()

@@ -62,7 +62,3 @@ class Shared:
         """An extent id, unique for ever."""
         self._extents_made += 1
         return make_extent_id(self.epoch, self._extents_made, self.clock.random_bytes(4))
-
-    def trash_added(self, index: InstanceIndex, trash: Trash) -> None:
-        """Tell the sweeper of new trash."""
-        self.on_trash(index, trash)

@@ -19,8 +19,7 @@ from kvcm.core.types import Instance, StorageConfig
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import owner_of
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
-from kvcm.metaindex.instance import held_by
-from kvcm.metaindex.layout import Layout, live_blocks, spec_positions, spec_slots
+from kvcm.metaindex.layout import Layout, held_by, live_blocks, spec_positions, spec_slots
 from kvcm.metaindex.ledger import Delta, from_counters
 from kvcm.metaindex.records import Extent, Phase, State, Trash
 from kvcm.metaindex.shards import shard_of

@@ -1,0 +1,136 @@
+"""Loading an instance's extents into the leader's table."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import replace
+
+from kvcm.core.errors import CorruptRecord
+from kvcm.core.limits import HOME_SHARDS
+from kvcm.metaindex import records
+from kvcm.metaindex.book import Entry
+from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
+from kvcm.metaindex.layout import held_by
+from kvcm.metaindex.reading import InstanceReader
+from kvcm.metaindex.records import Extent, Phase, Trash
+from kvcm.metaindex.store import Table
+
+_SCAN_PAGE = 128
+
+
+class InstanceLoader(InstanceReader):
+    """An instance that can be claimed and loaded."""
+
+    @abc.abstractmethod
+    def _trash_found(self, trash: Trash) -> None:
+        """Trash is in the store whose bytes are still to be deleted."""
+
+    async def load(self) -> None:
+        """Claim the home shards and read their extents into memory; once, however often called.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: the store; call again.
+        """
+        async with self._loading:
+            if self.loaded:
+                return
+            for number in range(HOME_SHARDS):
+                await self.shards.ensure([number])
+                await self._load_shard(number)
+            self._link()
+            self.loaded = True
+
+    async def _load_shard(self, number: int) -> None:
+        shard = self.shards.id(number)
+        store = self.shared.store
+        self._generation[number] += 1
+        headers: dict[bytes, Extent] = {}
+        counts: dict[bytes, int] = {}
+        async for page in store.scan(shard, Table.EXTENTS, page=_SCAN_PAGE):
+            for key, value in page:
+                if key[EXTENT_ID_BYTES:] == b"\0\0":
+                    self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
+        stamps: dict[bytes, int] = {}
+        async for page in store.scan(shard, Table.DUE):
+            stamps.update((k, int.from_bytes(v, "big")) for k, v in page)
+        found: set[bytes] = set()
+        async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
+            for key, value in page:
+                extent = headers.get(key)
+                if extent is not None and self._load_entry(extent, value, stamps.get(key, 0)):
+                    found.add(key)
+        for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
+            if extent_id not in found:
+                self.book.forget(extent_id)
+                self.shared.cache.invalidate(extent_id)
+        await self._load_trash(number)
+        if self.loaded:
+            self._link()
+
+    async def _load_trash(self, number: int) -> None:
+        found: dict[bytes, Trash] = {}
+        async for page in self.shared.store.scan(self.shards.id(number), Table.TRASH):
+            for key, value in page:
+                try:
+                    found[key] = records.decode_trash(key, value)
+                except CorruptRecord as error:
+                    self.shared.quarantine.add(error)
+        for key in [k for k in self.trash if home_shard(k) == number and k not in found]:
+            del self.trash[key]
+        for key, trash in found.items():
+            if self.trash.get(key) != trash:
+                self.trash[key] = trash
+                self._trash_found(trash)
+
+    def _read_header(
+        self, extent_id: bytes, value: bytes, headers: dict[bytes, Extent], counts: dict[bytes, int]
+    ) -> None:
+        try:
+            header, count = records.decode_header(extent_id, value)
+        except CorruptRecord as error:
+            self.shared.quarantine.add(error)
+            return
+        # Only the header matters here; a stand-in for the keys keeps ``count`` right.
+        headers[extent_id] = replace(header, keys=bytes(8 * count))
+        counts[extent_id] = count
+
+    def _load_entry(self, extent: Extent, value: bytes, stamp_ms: int) -> bool:
+        try:
+            state = records.decode_state(value)
+        except CorruptRecord as error:
+            self.shared.quarantine.add(error)
+            return False
+        # A view made before its entry was known would never be stamped, nor count as written.
+        self.shared.cache.invalidate(extent.extent_id)
+        known = self.book.entries.get(extent.extent_id)
+        if known is not None and known.phase <= state.phase:
+            # The same object goes on: sessions pin it and others build on it.
+            known.opened = known.state = None
+            self._follow(known, extent, state)
+            return True
+        entry = Entry(self.uid, extent, state, held_by(extent, state))
+        entry.stamp_ms = max(stamp_ms, state.stamp_ms)
+        entry.runs = extent.runs
+        deadline = self.clock.monotonic() + extent.timeout_s
+        entry.keep_until = deadline
+        self.book.add(entry)
+        if state.phase is Phase.OPEN:
+            self.book.expect(entry, deadline)
+        return True
+
+    def _link(self) -> None:
+        """Resolve parents, raise a parent's stamp to its youngest child's, rebuild the order."""
+        entries = self.book.entries
+        depth: dict[Entry, int] = {}
+        for entry in entries.values():
+            if entry.runs is not None:
+                depth[entry] = max((r.depth for r in entry.runs), default=0)
+                found = [entries[r.parent] for r in entry.runs if r.parent in entries]
+                entry.parents = tuple(dict.fromkeys(p for p in found if p is not entry))
+                entry.runs = None
+        for entry in sorted(entries.values(), key=lambda e: -depth.get(e, 0)):
+            for parent in entry.parents:
+                parent.stamp_ms = max(parent.stamp_ms, entry.stamp_ms)
+        order = self.book.order
+        for entry in sorted(order, key=lambda e: (e.stamp_ms, -depth.get(e, 0))):
+            order.move_to_end(entry)
