@@ -54,17 +54,24 @@ from kvcm.core.types import (
     TrimStrategy,
 )
 from kvcm.metaindex import records
-from kvcm.metaindex.ids import home_shard
-from kvcm.metaindex.instance import InstanceIndex, held_by
-from kvcm.metaindex.ledger import Delta, from_counters
+from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.records import Phase, State
-from kvcm.metaindex.store import KVStore, Table
+from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.metaindex.stores.rocksdb import RocksStore
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
 from kvcm.server.wiring import Manager
 from kvcm.storage_backends.factory import build_backend
+from kvcm.testing.audit import (
+    Cells,
+    StoredInstance,
+    add_to,
+    cells_of,
+    counter_problems,
+    read_instance,
+)
 from kvcm.testing.clock import SimClock
 from kvcm.testing.faults import FaultyStore, no_faults
 
@@ -217,6 +224,7 @@ class Harness:
         turns: int = 0,
     ) -> None:
         self.root = root or Path(tempfile.mkdtemp(prefix="kvcm-cache-test-"))
+        self.root.mkdir(parents=True, exist_ok=True)
         self._owns_root = root is None
         self.clock = SimClock()
         self.groups = tuple(groups) or (group(storages=storages),)
@@ -535,66 +543,38 @@ class Harness:
             for name in names
         }
 
-    async def extents(self, index: InstanceIndex) -> dict[bytes, tuple[records.Extent, State]]:
-        """Every stored extent of an instance, read past the manager."""
-        found: dict[bytes, tuple[records.Extent, State]] = {}
-        for number in range(index.shard_count):
-            shard = index.shards.id(number)
-            chunks: dict[bytes, bytes] = {}
-            async for page in self.inner.scan(shard, Table.EXTENTS):
-                chunks.update(page)
-            async for page in self.inner.scan(shard, Table.STATES):
-                for extent_id, value in page:
-                    assert home_shard(extent_id) == number
-                    head, count = records.decode_header(
-                        extent_id, chunks[records.chunk_key(extent_id, 0)]
-                    )
-                    rest = [
-                        chunks.get(records.chunk_key(extent_id, i))
-                        for i in range(1, records.chunk_count(count))
-                    ]
-                    extent = records.join_chunks(head, count, rest)
-                    found[extent_id] = (extent, records.decode_state(value))
-        return found
+    async def stored(self, index: InstanceIndex) -> StoredInstance:
+        """Every record of an instance, read past the manager."""
+        return await read_instance(self.inner, index.uid, index.shard_count)
 
-    async def trash(self, index: InstanceIndex) -> list[records.Trash]:
-        """Every stored trash entry of an instance."""
-        return [
-            records.decode_trash(key, value)
-            for number in range(index.shard_count)
-            async for page in self.inner.scan(index.shards.id(number), Table.TRASH)
-            for key, value in page
-        ]
+    async def extents(self, index: InstanceIndex) -> dict[bytes, tuple[records.Extent, State]]:
+        """Every stored extent of an instance."""
+        return (await self.stored(index)).extents
 
     async def check_counters(self) -> None:
         """Invariant 3: ledger == shard counters == a full scan, and the book knows every extent."""
         ledger = self.manager.shared.ledger
-        totals: dict[str, Delta] = {}
+        totals: Cells = {}
         for uid, index in self.manager.index.by_uid.items():
-            scanned: dict[str, Delta] = {}
-            stored = await self.extents(index)
-            for extent, state in stored.values():
-                add(scanned, extent.storage, held_by(extent, state))
-            for trash in await self.trash(index):
-                add(scanned, trash.storage, Delta(trash_bytes=trash.size))
-            counted: dict[str, Delta] = {}
-            for number in range(index.shard_count):
-                shard = index.shards.id(number)
-                for name, delta in from_counters(await self.counters(shard)).items():
-                    add(counted, name, delta)
-            scanned, counted = clean(scanned), clean(counted)
-            assert counted == scanned, f"{uid}: counters {counted}, scan {scanned}"
+            stored = await self.stored(index)
+            assert stored.problems == []
+            shards = range(index.shard_count)
+            counted = {n: cells_of(await self.counters(index.shards.id(n))) for n in shards}
+            assert counter_problems(stored, counted) == []
+            scanned: Cells = {}
+            for name, delta in (i for cells in stored.held.values() for i in cells.items()):
+                add_to(scanned, name, delta)
+                add_to(totals, name, delta)
             assert clean(ledger.instances.get(uid, {})) == scanned, f"{uid}: ledger"
             assert clean(index.shards.usage()) == scanned, f"{uid}: known counters"
             if index.loaded:
                 known = {e: x.phase for e, x in index.book.entries.items()}
-                assert known == {e: s.phase for e, (_, s) in stored.items()}, f"{uid}: book"
+                phases = {e: s.phase for e, (_, s) in stored.extents.items()}
+                assert known == phases, f"{uid}: book"
                 settled = {e for e in index.book.entries.values() if e.phase is Phase.SETTLED}
                 mine = {e for e in index.book.order if e.uid == uid}
                 assert mine == settled, f"{uid}: eviction order"
-            for name, delta in scanned.items():
-                add(totals, name, delta)
-        assert clean(ledger.storages) == clean(totals)
+        assert clean(ledger.storages) == totals
 
     async def counters(self, shard: Any) -> dict[bytes, int]:
         """A shard's counters as stored."""
@@ -609,21 +589,17 @@ class Harness:
         no file without an owner, no record of what is over."""
         live: set[str] = set()
         for index in self.manager.index.by_uid.values():
-            for extent, state in (await self.extents(index)).values():
+            stored = await self.stored(index)
+            for extent, state in stored.extents.values():
                 assert state.phase is Phase.SETTLED, f"{extent.extent_id.hex()} is {state.phase!r}"
                 layout = index.layout(extent)
                 assert layout is not None
                 gone = layout.waste(state.serving).gone
                 live |= {o.name for i, o in enumerate(layout.objects) if not gone >> i & 1}
-            assert await self.trash(index) == []
+            assert stored.trash == []
             assert not index.trash
         assert self.files() <= live
         await self.check_counters()
-
-
-def add(cells: dict[str, Delta], name: str, delta: Delta) -> None:
-    """Sum up by storage."""
-    cells[name] = cells.get(name, Delta()) + delta
 
 
 def clean(cells: Any) -> dict[str, Delta]:
