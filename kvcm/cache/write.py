@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from kvcm.cache import placement
 from kvcm.cache.api import (
     FinishWriteRequest,
     StartWriteAnswer,
@@ -20,42 +17,22 @@ from kvcm.cache.api import (
 )
 from kvcm.cache.base import Context
 from kvcm.cache.locks import KeyLocks
-from kvcm.cache.placement import Candidate
-from kvcm.cache.scan import Scan, Usable
+from kvcm.cache.plan import Plan, Planner, keys_of, needed_specs, runs_of, subsets_of
 from kvcm.core.errors import (
-    CapacityReached,
-    InstanceNotExist,
     InvalidArgument,
     NoStorage,
     NotReady,
     SessionNotExist,
-    Unsupported,
 )
 from kvcm.core.mask import BlockMask
-from kvcm.core.types import CachePreferStrategy, InstanceGroup
 from kvcm.metaindex import answers, bits
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.layout import spec_slots
-from kvcm.metaindex.readcache import View
-from kvcm.metaindex.records import Cause, Extent, Phase, Run, State
+from kvcm.metaindex.records import Cause, Extent, Phase, State
 
 _log = logging.getLogger(__name__)
-_SCAN_TRIES = 8
-"""What a scan found may be evicted while it goes on; after so many tries a hole may stay."""
 _LOAD_WAIT_S = 0.5
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What a StartWrite found and decided before it commits."""
-
-    keys: array[int]
-    needed: list[int]
-    scan: Scan
-    granted: list[int]
-    reason: str
-    storage: str
 
 
 class Writes:
@@ -70,6 +47,7 @@ class Writes:
         self, context: Context, touch: Callable[[InstanceIndex, str, list[str]], None]
     ) -> None:
         self._context = context
+        self._planner = Planner(context)
         self._touch = touch
         self._locks: WeakKeyDictionary[InstanceIndex, KeyLocks] = WeakKeyDictionary()
         self._cleanups: set[asyncio.Task[None]] = set()
@@ -89,7 +67,7 @@ class Writes:
         await self._loaded(index)
         batch = await self._context.keys(index, request)
         keys = batch.array()
-        needed = _needed(index, request.group_names, len(keys))
+        needed = needed_specs(index, request.group_names, len(keys))
         # Its own task, so that a cancelled call neither lets go of its keys half-way nor leaves
         # a commit whose end nobody sees.
         task = asyncio.ensure_future(self._locked(index, request, keys, batch.raw(), needed))
@@ -119,7 +97,7 @@ class Writes:
     ) -> StartWriteAnswer:
         locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
-            plan = await self._plan(index, keys, raw, needed)
+            plan = await self._planner.plan(index, keys, raw, needed)
             if not plan.granted:
                 return self._nothing(index, plan)
             timeout_s = self._timeout(request.write_timeout_seconds)
@@ -149,107 +127,20 @@ class Writes:
         timeout_s = wanted if wanted > 0 else settings.write_timeout_s_default
         return min(timeout_s, settings.write_timeout_s_max)
 
-    async def _plan(
-        self, index: InstanceIndex, keys: array[int], raw: bytes, needed: list[int]
-    ) -> _Plan:
-        for _ in range(_SCAN_TRIES):
-            scan = Scan(index, keys, raw)
-            for start, end in _stretches(needed, len(keys)):
-                usable = self._holds(index, needed[start if len(needed) > 1 else 0])
-                await scan.run(start, end, usable)
-            if scan.intact():
-                break
-        if index.closed:
-            raise InstanceNotExist(f"instance {index.instance.instance_id[:200]!r} does not exist")
-        missing = list(scan.missing(0, len(keys)))
-        if len({keys[i] for i in missing}) < len(missing):
-            # A key twice in one request is granted once.
-            missing = sorted({keys[i]: i for i in reversed(missing)}.values())
-        plan = _Plan(keys, needed, scan, missing, "", "")
-        if missing:
-            self._limit(index, plan)
-        return plan
-
-    def _holds(self, index: InstanceIndex, needed: int) -> Usable:
-        """Positions that need not be written: serving on an available storage, or being written by
-        a live session, with every spec asked for."""
-        available = index.shared.storages.available
-        now = self._context.clock.monotonic()
-
-        def usable(view: View) -> int:
-            entry = view.entry
-            if entry is None or entry.leaving:
-                return 0
-            if entry.phase is Phase.OPEN:
-                return view.covering(needed) if entry.deadline > now else 0
-            return view.covering(needed) if available(view.extent.storage) else 0
-
-        return usable
-
-    def _limit(self, index: InstanceIndex, plan: _Plan) -> None:
-        """Choose the storage and cut the grant to a leading part that fits all limits."""
-        group = self._group(index)
-        size_of = {n: _size_of(index, n) for n in set(plan.needed)}
-        if len(plan.needed) > 1:
-            sizes = [size_of[plan.needed[i]] for i in plan.granted]
-        else:
-            sizes = [size_of[plan.needed[0]]] * len(plan.granted)
-        chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
-        if chosen is None:
-            raise NoStorage(
-                f"no storage of group {group.name!r} can take the write", reason="NO_STORAGE"
-            )
-        ledger = index.shared.ledger
-        grant = placement.grant(
-            sizes,
-            group_room=placement.group_capacity(group) - ledger.group(group.name).counted,
-            type_room=chosen.room,
-            key_room=placement.key_limit(group) - ledger.instance(index.uid).blocks,
-        )
-        if not grant.count:
-            raise CapacityReached(
-                f"{_LIMIT_TEXT[grant.reason]} of group {group.name!r} is reached: "
-                f"instance {index.instance.instance_id[:200]!r}",
-                reason=grant.reason,
-            )
-        plan.granted = plan.granted[: grant.count]
-        plan.reason = grant.reason
-        plan.storage = chosen.name
-
-    def _group(self, index: InstanceIndex) -> InstanceGroup:
-        group = self._context.group_of(index.group)
-        if group is None:
-            raise NotReady(f"instance group {index.group!r} is not there")
-        return group
-
-    def _candidates(self, index: InstanceIndex, group: InstanceGroup) -> list[Candidate]:
-        shared = index.shared
-        out: list[Candidate] = []
-        for name in group.storage_candidates:
-            if not shared.storages.available(name):
-                continue
-            kind = shared.type_of(name)
-            room = placement.type_capacity(group, kind)
-            if room < placement.UNLIMITED:
-                room -= shared.ledger.group_type(group.name, kind).counted
-            used = shared.ledger.storage(name)
-            out.append(Candidate(name, kind, used.counted + used.trash_bytes, room))
-        return out
-
-    def _nothing(self, index: InstanceIndex, plan: _Plan) -> StartWriteAnswer:
+    def _nothing(self, index: InstanceIndex, plan: Plan) -> StartWriteAnswer:
         clock = self._context.clock
         expires = self._context.now_ms() + self._context.settings.empty_session_timeout_s * 1000
         session = index.sessions.of_nothing(expires, clock.random_bytes(5))
-        entries = _entries(plan.scan)
+        entries = plan.entries
         index.book.touch(entries, self._context.now_ms())
         return StartWriteAnswer(session, BlockMask(offset=len(plan.keys)), b"", 0)
 
     async def _grant(
-        self, index: InstanceIndex, plan: _Plan, timeout_s: int, form: WireForm
+        self, index: InstanceIndex, plan: Plan, timeout_s: int, form: WireForm
     ) -> StartWriteAnswer:
         extent = self._extent(index, plan, timeout_s)
         state = State(index.new_version(), Phase.OPEN, extent.started_ms)
-        entries = _entries(plan.scan)
+        entries = plan.entries
         index.book.touch(entries, extent.started_ms)
         for entry in entries:
             entry.pins += 1
@@ -271,23 +162,25 @@ class Writes:
                 other.pins -= 1
         return StartWriteAnswer(
             index.sessions.of_extent(extent.extent_id),
-            _mask(plan),
+            plan.mask,
             body,
             len(plan.granted),
             plan.reason,
         )
 
-    def _extent(self, index: InstanceIndex, plan: _Plan, timeout_s: int) -> Extent:
+    def _extent(self, index: InstanceIndex, plan: Plan, timeout_s: int) -> Extent:
         shared = index.shared
         storage = shared.storages.get(plan.storage)
         if storage is None:
             raise NoStorage(f"storage {plan.storage!r} is not open", reason="NO_STORAGE")
         needed = plan.needed
-        sets, subset_of = _subsets([needed[i] for i in plan.granted] if len(needed) > 1 else needed)
-        runs = _runs(plan)
+        sets, subset_of = subsets_of(
+            [needed[i] for i in plan.granted] if len(needed) > 1 else needed
+        )
+        runs = runs_of(plan)
         draft = Extent(
             extent_id=shared.new_extent_id(),
-            keys=_keys_of(plan, runs),
+            keys=keys_of(plan, runs),
             storage=plan.storage,
             storage_type=int(storage.type),
             descriptor=b"",
@@ -401,107 +294,9 @@ class Writes:
         )
 
 
-_LIMIT_TEXT = {
-    "QUOTA_GROUP": "the capacity",
-    "QUOTA_TYPE": "the capacity for the storage type",
-    "MAX_KEY_COUNT": "max_key_count",
-}
-
-
-def _needed(index: InstanceIndex, names: Sequence[str], count: int) -> list[int]:
-    """Specs to allocate as bit sets: one element when all keys need the same, else one a key."""
-    if not names:
-        return [index.full_set()]
-    if len(names) != count:
-        raise InvalidArgument(
-            f"location_spec_group_names has {len(names)} names for {count} block_keys"
-        )
-    groups = {
-        g.name: sum(index.spec_bits[s] for s in set(g.spec_names))
-        for g in index.instance.location_spec_groups
-    }
-    unknown = next((n for n in names if n not in groups), None)
-    if unknown is not None:
-        raise InvalidArgument(
-            f"location_spec_group_names: {unknown[:200]!r} is not a group of the instance"
-        )
-    if len(set(names)) == 1:
-        return [groups[names[0]]]
-    return [groups[n] for n in names]
-
-
-def _keys_of(plan: _Plan, runs: Sequence[Run]) -> bytes:
-    """Raw keys of the granted blocks, cut from the request run by run."""
-    ends = [*(r.start for r in runs[1:]), len(plan.granted)]
-    return b"".join(
-        plan.scan.raw[8 * r.depth : 8 * (r.depth + end - r.start)]
-        for r, end in zip(runs, ends, strict=True)
-    )
-
-
-def _stretches(needed: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """[start, end) of neighbouring keys that need the same specs."""
-    if len(needed) <= 1:
-        return [(0, count)]
-    cuts = [i for i in range(1, count) if needed[i] != needed[i - 1]]
-    return list(zip([0, *cuts], [*cuts, count], strict=True))
-
-
-def _size_of(index: InstanceIndex, needed: int) -> int:
-    specs = index.instance.location_spec_infos
-    return sum(s.size for i, s in enumerate(specs) if needed >> i & 1)
-
-
-def _strategy(group: InstanceGroup) -> CachePreferStrategy:
-    config = group.cache_config
-    return config.data_storage_strategy if config else CachePreferStrategy.UNSPECIFIED
-
-
-def _entries(scan: Scan) -> list[Entry]:
-    """The extents a scan found, in request order."""
-    return list(dict.fromkeys(s.view.entry for s in scan.segments if s.view.entry is not None))
-
-
-def _subsets(needed: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
-    """Distinct spec sets, and for each block the number of its set (empty when all are equal)."""
-    sets = list(dict.fromkeys(needed))
-    if len(sets) == 1:
-        return (sets[0],), b""
-    if len(sets) > 256:
-        raise Unsupported(f"{len(sets)} different spec groups in one request, the limit is 256")
-    number = {s: i for i, s in enumerate(sets)}
-    return tuple(sets), bytes(number[s] for s in needed)
-
-
-def _runs(plan: _Plan) -> tuple[Run, ...]:
-    """Contiguous granted positions, each with the block just before it in the request."""
-    before: dict[int, tuple[bytes, int]] = {
-        s.start + s.length: (s.view.extent.extent_id, s.position + s.length - 1)
-        for s in plan.scan.segments
-    }
-    granted = np.asarray(plan.granted, dtype=np.int64)
-    starts = [0, *(np.flatnonzero(np.diff(granted) != 1) + 1).tolist()]
-    runs: list[Run] = []
-    for position in starts:
-        depth = plan.granted[position]
-        parent, parent_position = before.get(depth, (None, 0))
-        runs.append(Run(position, depth, parent, parent_position))
-    return tuple(runs)
-
-
 def _parents(index: InstanceIndex, extent: Extent) -> list[Entry]:
     found = (index.book.entries.get(r.parent) for r in extent.runs if r.parent is not None)
     return [entry for entry in found if entry is not None]
-
-
-def _mask(plan: _Plan) -> BlockMask:
-    count, granted = len(plan.keys), plan.granted
-    if granted[0] == count - len(granted):
-        return BlockMask(offset=granted[0])
-    flags = [True] * count
-    for i in granted:
-        flags[i] = False
-    return BlockMask(values=flags)
 
 
 def _success_bits(success: BlockMask, count: int) -> int:

@@ -1,0 +1,248 @@
+"""What a StartWrite finds and decides before anything is committed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcm.cache import placement
+from kvcm.cache.base import Context
+from kvcm.cache.placement import Candidate
+from kvcm.cache.scan import Scan, Usable
+from kvcm.core.errors import (
+    CapacityReached,
+    InstanceNotExist,
+    InvalidArgument,
+    NoStorage,
+    NotReady,
+    Unsupported,
+)
+from kvcm.core.mask import BlockMask
+from kvcm.core.types import CachePreferStrategy, InstanceGroup
+from kvcm.metaindex.book import Entry
+from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.readcache import View
+from kvcm.metaindex.records import Phase, Run
+
+_SCAN_TRIES = 8
+"""What a scan found may be evicted while it goes on; after so many tries a hole may stay."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a StartWrite found and decided before it commits."""
+
+    keys: array[int]
+    needed: list[int]
+    scan: Scan
+    granted: list[int]
+    reason: str
+    storage: str
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The extents among the keys, in request order."""
+        found = (s.view.entry for s in self.scan.segments)
+        return list(dict.fromkeys(e for e in found if e is not None))
+
+    @property
+    def mask(self) -> BlockMask:
+        """What need not be written: an offset when it is a pure prefix (wire.md §5)."""
+        count, granted = len(self.keys), self.granted
+        if granted[0] == count - len(granted):
+            return BlockMask(offset=granted[0])
+        flags = [True] * count
+        for i in granted:
+            flags[i] = False
+        return BlockMask(values=flags)
+
+
+class Planner:
+    """Finds what is missing, chooses the storage and keeps the limits."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def plan(
+        self, index: InstanceIndex, keys: array[int], raw: bytes, needed: list[int]
+    ) -> Plan:
+        """What of ``keys`` is missing, and how much of it may be granted, on which storage.
+
+        Args:
+            needed: specs to allocate, as ``needed_specs`` gives them.
+
+        Raises:
+            CapacityReached, NoStorage: a limit lets nothing through.
+            InstanceNotExist: it was removed meanwhile.
+            Unavailable, OutcomeUnknown, StaleFence: the index store.
+        """
+        for _ in range(_SCAN_TRIES):
+            scan = Scan(index, keys, raw)
+            for start, end in _stretches(needed, len(keys)):
+                usable = self._holds(index, needed[start if len(needed) > 1 else 0])
+                await scan.run(start, end, usable)
+            if scan.intact():
+                break
+        if index.closed:
+            raise InstanceNotExist(f"instance {index.instance.instance_id[:200]!r} does not exist")
+        missing = list(scan.missing(0, len(keys)))
+        if len({keys[i] for i in missing}) < len(missing):
+            # A key twice in one request is granted once.
+            missing = sorted({keys[i]: i for i in reversed(missing)}.values())
+        plan = Plan(keys, needed, scan, missing, "", "")
+        if missing:
+            self._limit(index, plan)
+        return plan
+
+    def _holds(self, index: InstanceIndex, needed: int) -> Usable:
+        """Positions that need not be written: serving on an available storage, or being written by
+        a live session, with every spec asked for."""
+        available = index.shared.storages.available
+        now = self._context.clock.monotonic()
+
+        def usable(view: View) -> int:
+            entry = view.entry
+            if entry is None or entry.leaving:
+                return 0
+            if entry.phase is Phase.OPEN:
+                return view.covering(needed) if entry.deadline > now else 0
+            return view.covering(needed) if available(view.extent.storage) else 0
+
+        return usable
+
+    def _limit(self, index: InstanceIndex, plan: Plan) -> None:
+        """Choose the storage and cut the grant to a leading part that fits all limits."""
+        group = self._group(index)
+        size_of = {n: _size_of(index, n) for n in set(plan.needed)}
+        if len(plan.needed) > 1:
+            sizes = [size_of[plan.needed[i]] for i in plan.granted]
+        else:
+            sizes = [size_of[plan.needed[0]]] * len(plan.granted)
+        chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
+        if chosen is None:
+            raise NoStorage(
+                f"no storage of group {group.name!r} can take the write", reason="NO_STORAGE"
+            )
+        ledger = index.shared.ledger
+        grant = placement.grant(
+            sizes,
+            group_room=placement.group_capacity(group) - ledger.group(group.name).counted,
+            type_room=chosen.room,
+            key_room=placement.key_limit(group) - ledger.instance(index.uid).blocks,
+        )
+        if not grant.count:
+            raise CapacityReached(
+                f"{_LIMIT_TEXT[grant.reason]} of group {group.name!r} is reached: "
+                f"instance {index.instance.instance_id[:200]!r}",
+                reason=grant.reason,
+            )
+        plan.granted = plan.granted[: grant.count]
+        plan.reason = grant.reason
+        plan.storage = chosen.name
+
+    def _group(self, index: InstanceIndex) -> InstanceGroup:
+        group = self._context.group_of(index.group)
+        if group is None:
+            raise NotReady(f"instance group {index.group!r} is not there")
+        return group
+
+    def _candidates(self, index: InstanceIndex, group: InstanceGroup) -> list[Candidate]:
+        shared = index.shared
+        out: list[Candidate] = []
+        for name in group.storage_candidates:
+            if not shared.storages.available(name):
+                continue
+            kind = shared.type_of(name)
+            room = placement.type_capacity(group, kind)
+            if room < placement.UNLIMITED:
+                room -= shared.ledger.group_type(group.name, kind).counted
+            used = shared.ledger.storage(name)
+            out.append(Candidate(name, kind, used.counted + used.trash_bytes, room))
+        return out
+
+
+_LIMIT_TEXT = {
+    "QUOTA_GROUP": "the capacity",
+    "QUOTA_TYPE": "the capacity for the storage type",
+    "MAX_KEY_COUNT": "max_key_count",
+}
+
+
+def needed_specs(index: InstanceIndex, names: Sequence[str], count: int) -> list[int]:
+    """Specs to allocate as bit sets: one element when all keys need the same, else one a key."""
+    if not names:
+        return [index.full_set()]
+    if len(names) != count:
+        raise InvalidArgument(
+            f"location_spec_group_names has {len(names)} names for {count} block_keys"
+        )
+    groups = {
+        g.name: sum(index.spec_bits[s] for s in set(g.spec_names))
+        for g in index.instance.location_spec_groups
+    }
+    unknown = next((n for n in names if n not in groups), None)
+    if unknown is not None:
+        raise InvalidArgument(
+            f"location_spec_group_names: {unknown[:200]!r} is not a group of the instance"
+        )
+    if len(set(names)) == 1:
+        return [groups[names[0]]]
+    return [groups[n] for n in names]
+
+
+def keys_of(plan: Plan, runs: Sequence[Run]) -> bytes:
+    """Raw keys of the granted blocks, cut from the request run by run."""
+    ends = [*(r.start for r in runs[1:]), len(plan.granted)]
+    return b"".join(
+        plan.scan.raw[8 * r.depth : 8 * (r.depth + end - r.start)]
+        for r, end in zip(runs, ends, strict=True)
+    )
+
+
+def _stretches(needed: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """[start, end) of neighbouring keys that need the same specs."""
+    if len(needed) <= 1:
+        return [(0, count)]
+    cuts = [i for i in range(1, count) if needed[i] != needed[i - 1]]
+    return list(zip([0, *cuts], [*cuts, count], strict=True))
+
+
+def _size_of(index: InstanceIndex, needed: int) -> int:
+    specs = index.instance.location_spec_infos
+    return sum(s.size for i, s in enumerate(specs) if needed >> i & 1)
+
+
+def _strategy(group: InstanceGroup) -> CachePreferStrategy:
+    config = group.cache_config
+    return config.data_storage_strategy if config else CachePreferStrategy.UNSPECIFIED
+
+
+def subsets_of(plan: Plan) -> tuple[tuple[int, ...], bytes]:
+    """Distinct spec sets, and for each block the number of its set (empty when all are equal)."""
+    needed = plan.needed if len(plan.needed) == 1 else [plan.needed[i] for i in plan.granted]
+    sets = list(dict.fromkeys(needed))
+    if len(sets) == 1:
+        return (sets[0],), b""
+    if len(sets) > 256:
+        raise Unsupported(f"{len(sets)} different spec groups in one request, the limit is 256")
+    number = {s: i for i, s in enumerate(sets)}
+    return tuple(sets), bytes(number[s] for s in needed)
+
+
+def runs_of(plan: Plan) -> tuple[Run, ...]:
+    """Contiguous granted positions, each with the block just before it in the request."""
+    before: dict[int, tuple[bytes, int]] = {
+        s.start + s.length: (s.view.extent.extent_id, s.position + s.length - 1)
+        for s in plan.scan.segments
+    }
+    granted = np.asarray(plan.granted, dtype=np.int64)
+    starts = [0, *(np.flatnonzero(np.diff(granted) != 1) + 1).tolist()]
+    runs: list[Run] = []
+    for position in starts:
+        depth = plan.granted[position]
+        parent, parent_position = before.get(depth, (None, 0))
+        runs.append(Run(position, depth, parent, parent_position))
+    return tuple(runs)
