@@ -143,6 +143,8 @@ class UsageReport:
     group_types: dict[tuple[str, str], Usage] = field(default_factory=dict)
     sessions: int = 0
     extents: int = 0
+    quarantined: int = 0
+    """Times a record that does not parse was met; the log names each."""
 
 
 class CacheService(Protocol):

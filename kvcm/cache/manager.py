@@ -234,7 +234,7 @@ class CacheManager:
     def usage(self) -> UsageReport:
         """Space by instance, group, storage and type."""
         ledger = self.shared.ledger
-        report = UsageReport()
+        report = UsageReport(quarantined=self.shared.quarantine.count)
         for uid, index in self.index.by_uid.items():
             held = ledger.instance(uid)
             name = index.instance.instance_id

@@ -173,10 +173,7 @@ class Writes:
         storage = shared.storages.get(plan.storage)
         if storage is None:
             raise NoStorage(f"storage {plan.storage!r} is not open", reason="NO_STORAGE")
-        needed = plan.needed
-        sets, subset_of = subsets_of(
-            [needed[i] for i in plan.granted] if len(needed) > 1 else needed
-        )
+        sets, subset_of = subsets_of(plan)
         runs = runs_of(plan)
         draft = Extent(
             extent_id=shared.new_extent_id(),
