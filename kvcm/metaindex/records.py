@@ -6,6 +6,7 @@ whose first 8 bytes are its version. A row is a list of (extent id, position).
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from kvcm.metaindex import bits
 from kvcm.metaindex.ids import EXTENT_ID_BYTES
 from kvcm.metaindex.store import VERSION_BYTES
 
+_log = logging.getLogger(__name__)
 _FORMAT = b"\x01"
 _CHUNK_KEY = struct.Struct(">H")
 _REF = struct.Struct(">12sH")
@@ -353,6 +355,9 @@ class Quarantine:
     last: list[str] = field(default_factory=list)
 
     def add(self, error: CorruptRecord) -> None:
-        """Count one; the latest 16 messages are kept."""
+        """Count and log one; the latest 16 messages are kept, and not logged again."""
         self.count += 1
-        self.last = [*self.last[-15:], str(error)]
+        message = str(error)
+        if message not in self.last:
+            self.last = [*self.last[-15:], message]
+            _log.error("a record does not parse and counts as absent: %s", message)

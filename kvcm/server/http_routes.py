@@ -77,6 +77,7 @@ def usage_document(report: UsageReport) -> dict[str, Any]:
         ],
         "sessions": report.sessions,
         "extents": report.extents,
+        "quarantined": report.quarantined,
     }
 
 

@@ -33,6 +33,11 @@ class _Manager(Collector):
         yield _bytes("kvcm_storage_bytes", "storage", report.storages)
         yield GaugeMetricFamily("kvcm_write_sessions", "Open write sessions.", report.sessions)
         yield GaugeMetricFamily("kvcm_extents", "Extents in the index.", report.extents)
+        yield CounterMetricFamily(
+            "kvcm_quarantined_records",
+            "Times a record that does not parse was met.",
+            report.quarantined,
+        )
 
     def _calls(self) -> Iterable[Metric]:
         calls = CounterMetricFamily(
