@@ -110,19 +110,24 @@ def free_of_settings() -> dict[str, str]:
 
 @contextmanager
 def running_server(
-    *settings: str, bootstrap: Json | None = None, folder: Path | None = None
+    *settings: str,
+    bootstrap: Json | None = None,
+    folder: Path | None = None,
+    ports: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """Start a manager on free ports and stop it (SIGTERM) in the end.
 
     Args:
         settings: ``key=value`` of ``--set``.
-        bootstrap: first contents; default is storage ``nfs_01`` and group ``default``.
+        bootstrap: first contents; default is storage ``nfs_01`` and group ``default``; empty for
+            those of the manager.
         folder: where everything lies; default is a fresh one that is deleted afterwards.
+        ports: by setting; the others are free ones.
     """
     own = folder is None
     folder = Path(tempfile.mkdtemp(prefix="kvcm-wire-", dir=MEMORY)) if folder is None else folder
     try:
-        with _process(folder, settings, bootstrap) as server:
+        with _process(folder, settings, bootstrap, ports or {}) as server:
             yield server
     finally:
         if own:
@@ -130,7 +135,9 @@ def running_server(
 
 
 @contextmanager
-def _process(folder: Path, settings: Sequence[str], bootstrap: Json | None) -> Iterator[Server]:
+def _process(
+    folder: Path, settings: Sequence[str], bootstrap: Json | None, ports: Mapping[str, int]
+) -> Iterator[Server]:
     root = folder / "blocks"
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
@@ -144,8 +151,8 @@ def _process(folder: Path, settings: Sequence[str], bootstrap: Json | None) -> I
     if bootstrap:
         (folder / "bootstrap.json").write_text(json.dumps(bootstrap))
         command += ["--bootstrap", str(folder / "bootstrap.json")]
-    for port in ("--rpc-port", "--http-port", "--admin-rpc-port", "--admin-http-port"):
-        command += [port, "0"]
+    for port in ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port"):
+        command += ["--" + port.replace("_", "-"), str(ports.get(port, 0))]
     for assignment in settings:
         command += ["--set", assignment]
     command += ["--ready-file", str(ready)]
@@ -160,9 +167,9 @@ def _process(folder: Path, settings: Sequence[str], bootstrap: Json | None) -> I
             message="the manager starts",
         )
         assert process.poll() is None, (folder / "log").read_text()
-        ports = {k: v for k, v in json.loads(ready.read_text()).items() if k.endswith("_port")}
+        real = {k: v for k, v in json.loads(ready.read_text()).items() if k.endswith("_port")}
         with httpx.Client(timeout=CALL_S) as http:
-            server = Server(process, folder, root, ports, http)
+            server = Server(process, folder, root, real, http)
             for admin in (False, True):
                 server.channels[admin] = grpc.insecure_channel(
                     f"127.0.0.1:{server.port('grpc', admin)}",
