@@ -35,6 +35,10 @@ class LoadFailed(Exception):
     """Requests failed, or the answers had the wrong size."""
 
 
+class TooShort(LoadFailed):
+    """A loader got no answer in time."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What one run measured: requests/s, how many there were in all, and seconds of each one."""
@@ -90,6 +94,7 @@ def run_h2load(
 
     Raises:
         LoadFailed: anything but the expected answers came back.
+        TooShort: a loader got no answer at all.
     """
     with tempfile.TemporaryDirectory(prefix="kvcm-bench-") as name:
         folder = Path(name)
@@ -126,6 +131,8 @@ def _check(output: str, reply_bytes: int) -> None:
     if requests is None or traffic is None:
         raise LoadFailed(f"h2load said:\n{output}")
     done, succeeded, failed, errored = map(int, requests.groups())
+    if not (done or failed or errored):
+        raise TooShort(f"no answer came in time; h2load said:\n{output}")
     mean = int(traffic[1]) / max(done, 1)
     # A reply that was under way at the end counts as data but not as done.
     if not succeeded or failed or errored or not 0.98 < mean / reply_bytes < 1.25:
@@ -142,6 +149,6 @@ def _joined(logs: Sequence[npt.NDArray[np.float64]]) -> Loaded:
     ends = rows[:, 0] + rows[:, 2]
     inside = (ends > begin) & (ends <= end)
     if end <= begin or not inside.any():
-        raise LoadFailed("the loaders were never running at the same time; run longer")
+        raise TooShort("the loaders were never running at the same time; run longer")
     rate = float(inside.sum() / (end - begin)) * 1e6
     return Loaded(rate, len(rows), rows[inside, 2] / 1e6, "h2load")

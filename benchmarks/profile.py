@@ -7,7 +7,6 @@ import cProfile
 import io
 import pstats
 import statistics
-from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -37,11 +36,8 @@ class Took(NamedTuple):
     cpu: float
 
 
-Measure = Callable[[], Awaitable[Took]]
-
-
 class Profiler:
-    """Times calls, then profiles as many again."""
+    """Times and profiles calls on chains of its own."""
 
     def __init__(self, local: LocalCalls, keys: int, extent: int, filled: int) -> None:
         self._local = local
@@ -58,17 +54,22 @@ class Profiler:
             if found != len(chain.keys):
                 raise RuntimeError(f"{found} of {len(chain.keys)} keys were found")
 
-    async def run(self, what: What, calls: int) -> tuple[list[Took], cProfile.Profile]:
-        """Seconds of each call without the profiler, and the profile of as many again."""
-        measure = {What.LOOKUP: self._lookup, What.START: self._start, What.FINISH: self._finish}
-        once = measure[what]
-        await once()
-        plain = [await once() for _ in range(calls)]
-        self._profile = profile = cProfile.Profile(thread_time)
+    async def times(self, what: What, calls: int) -> list[Took]:
+        """What each of so many calls took."""
+        return [await self._once(what) for _ in range(calls)]
+
+    async def profile(self, what: What, calls: int) -> cProfile.Profile:
+        """The profile of so many calls, in seconds of thread time."""
+        self._profile = found = cProfile.Profile(thread_time)
         for _ in range(calls):
-            await once()
+            await self._once(what)
         self._profile = None
-        return plain, profile
+        return found
+
+    async def _once(self, what: What) -> Took:
+        if what is What.LOOKUP:
+            return await self._lookup()
+        return await (self._start() if what is What.START else self._finish())
 
     async def _timed(self, name: str, data: bytes) -> tuple[Took, bytes]:
         if self._profile is not None:
@@ -116,7 +117,8 @@ def profile(
         async with local_calls(folder, index_url) as local:
             profiler = Profiler(local, keys, extent, filled)
             await profiler.fill()
-            return await profiler.run(what, calls)
+            await profiler.times(what, 1)
+            return await profiler.times(what, calls), await profiler.profile(what, calls)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         plain, found = runner.run(run())

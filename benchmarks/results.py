@@ -92,8 +92,20 @@ CASES = (
 
 
 def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, folder: Path) -> Path:
-    """Write one result file and return its path."""
+    """Write one result file and return its path.
+
+    Rows that the same day's file has for other extents stay, so that a long measurement can be done
+    in parts.
+    """
     now = datetime.now(UTC)
+    path = folder / f"{now:%Y-%m-%d}-{case}.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        measured = {row["extent"] for row in rows}
+        kept = [row for row in before["rows"] if row["extent"] not in measured]
+        if kept:
+            command = f"{before['command']}; {command}"
+            rows = sorted(kept + rows, key=lambda row: -row["extent"])
     document = {
         "case": case,
         "date": now.strftime("%Y-%m-%d %H:%M UTC"),
@@ -103,7 +115,6 @@ def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, fol
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{now:%Y-%m-%d}-{case}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
 
