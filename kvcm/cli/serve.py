@@ -60,6 +60,7 @@ def serve(
             log_level=log_level,
             log_format=log_format,
         )
+        run.check(settings)
     except ConfigError as error:
         _fail(error, 2)
     try:

@@ -14,12 +14,24 @@ from pathlib import Path
 
 import uvloop
 
+from kvcm.core.clock import SystemClock
 from kvcm.core.errors import ConfigError
-from kvcm.server import logs
+from kvcm.server import bootstrap, logs, wiring
 from kvcm.server.lifecycle import Manager
 from kvcm.server.settings import Settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that cannot work, before anything is made or opened.
+
+    Raises:
+        ConfigError: the registry's URL, or what the bootstrap file says; one line.
+    """
+    wiring.build_registry(settings, SystemClock())
+    if settings.bootstrap is not None:
+        bootstrap.read(settings.bootstrap)
 
 
 def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], None]) -> None:

@@ -31,6 +31,8 @@ QUICK = (
     "cache.grace_s_min=0.2",
 )
 
+ANY_PORTS = [f"--{name}-port=0" for name in ("rpc", "http", "admin-rpc", "admin-http")]
+
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "kvcm.cli.main", *map(str, arguments)]
@@ -147,10 +149,11 @@ class Site:
         return Client(self.target, **{"timeout": PATIENCE_S, **options})
 
     def usage(self) -> dict[str, Any]:
-        """What ``/v1/usage`` says of the storage."""
+        """What ``/v1/usage`` says of the storage, and of the manager."""
         url = f"http://127.0.0.1:{self.ready['admin_http_port']}/v1/usage"
         document = httpx.get(url, timeout=PATIENCE_S).json()
-        return {**document["storages"][STORAGE], "sessions": document["sessions"]}
+        whole = {name: document[name] for name in ("sessions", "quarantined")}
+        return {**document["storages"][STORAGE], **whole}
 
     def settle(self) -> dict[str, Any]:
         """Wait until no session is open and no bytes wait to be deleted; the usage then."""

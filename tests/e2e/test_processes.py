@@ -1,0 +1,267 @@
+"""``kvcm serve`` as a process: stop, kill, refuse, survive damage and full disks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import rocksdict
+from e2e_harness import ANY_PORTS, PATIENCE_S, Site, run
+
+from kvcm.client import Client
+from kvcm.client.file_sdk import FileSdk
+from kvcm.core.errors import KvcmError, NotReady, SessionNotExist
+from kvcm.core.types import QueryType
+from kvcm.metaindex.store import Table
+from kvcm.metaindex.stores.rocksdb_layout import META_TABLE
+from kvcm.testing.eventually import eventually_sync
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SIZE = 16
+
+
+def register(client: Client, *instances: str) -> None:
+    for instance in instances:
+        client.register_instance("default", instance, 4, {"tp0": SIZE})
+
+
+def content(key: int) -> bytes:
+    return key.to_bytes(SIZE, "little")
+
+
+def put(client: Client, instance: str, keys: Sequence[int]) -> int:
+    """Write blocks with their bytes; how many were granted and written."""
+    with client.write(instance, keys) as session:
+        for index, location in session:
+            (error,) = FileSdk().put_many([(location.specs["tp0"], content(keys[index]))])
+            assert error is None
+            session.done(index)
+        return len(session)
+
+
+def right(client: Client, instance: str, keys: Sequence[int]) -> list[bool]:
+    """For each key whether it is answered; what is answered must have the right bytes."""
+    found = client.get_cache_location(instance, keys, query=QueryType.BATCH_GET).locations
+    uris = [location.specs["tp0"] for location in found]
+    answers = iter(FileSdk().get_many([(uri, None) for uri in uris if uri]))
+    for key, uri in zip(keys, uris, strict=True):
+        if uri:
+            assert next(answers) == content(key), f"block {key} at {uri}"
+    return [bool(uri) for uri in uris]
+
+
+# ---- stopping and killing ------------------------------------------------------------------------
+
+
+def test_sigterm_lets_calls_under_way_finish_and_exits_0(site: Site) -> None:
+    site.start()
+    with site.client() as client, ThreadPoolExecutor(4) as pool:
+        register(client, "i")
+        written: list[int] = []
+
+        def write_until_refused(worker: int) -> KvcmError:
+            """Whole sessions, one after the other; what ended it."""
+            with site.client(timeout=2.0) as mine:
+                first = worker << 32
+                while True:
+                    keys = range(first, first + 64)
+                    try:
+                        grant = mine.start_write_cache("i", keys)
+                        mine.finish_write_cache("i", grant.session_id, len(keys))
+                    except KvcmError as error:
+                        return error
+                    written.extend(keys)
+                    first += 64
+
+        busy = [pool.submit(write_until_refused, worker) for worker in range(4)]
+        eventually_sync(lambda: len(written) > 2_000, timeout=PATIENCE_S)
+        assert site.stop() == 0
+        for end in busy:
+            assert isinstance(end.result(), NotReady), end.result()
+    log = site.log.read_text()
+    assert "Traceback" not in log
+    assert "kvcm has stopped" in log
+    report = site.audit()
+    # No file was written here, so all of them are missing.
+    assert [p for p in report.problems if not p.startswith("published bytes")] == []
+    assert report.serving_blocks >= len(written)
+
+
+def test_kill_9_loses_none_of_10_000_acknowledged_keys(site: Site) -> None:
+    site.start()
+    with site.client() as client:
+        register(client, "i")
+        for first in range(0, 10_000, 500):
+            assert put(client, "i", range(first, first + 500)) == 500
+        used = site.usage()
+        lost = client.start_write_cache("i", [20_000, 20_001], write_timeout_s=3)
+    site.kill()
+    assert site.audit(after_crash=True).problems == []
+    site.start()
+    with site.client() as client:
+        assert len(client.get_cache_location("i", range(10_001))) == 10_000
+        assert all(right(client, "i", range(10_000)))
+        after = site.usage()
+        assert {k: v for k, v in after.items() if k.startswith("serving")} == {
+            k: v for k, v in used.items() if k.startswith("serving")
+        }
+        # A session of before the kill may still be finished; one that is not ends by itself.
+        assert site.settle()["serving_blocks"] == 10_000
+        with pytest.raises(SessionNotExist):
+            client.finish_write_cache("i", lost.session_id, 2)
+        assert put(client, "i", [20_000, 20_001]) == 2
+    report = site.audit_at_rest()
+    assert report.problems == []
+    assert report.serving_blocks == 10_002
+
+
+def test_a_session_outlives_the_manager_that_opened_it(site: Site) -> None:
+    site.start(settings=["cache.write_timeout_s_max=600"])
+    with site.client() as client:
+        register(client, "i")
+        grant = client.start_write_cache("i", range(100), write_timeout_s=600)
+        site.kill()
+        site.start(settings=["cache.write_timeout_s_max=600"])
+        items = [(uri, content(k)) for k, uri in enumerate(grant.locations.uris("tp0"))]
+        assert FileSdk().put_many(items) == [None] * 100
+        client.finish_write_cache("i", grant.session_id, 100)
+        client.finish_write_cache("i", grant.session_id, 100)
+        assert all(right(client, "i", range(100)))
+    assert site.stop() == 0
+    assert site.audit().problems == []
+
+
+# ---- refusing to start ---------------------------------------------------------------------------
+
+
+def test_a_second_manager_on_the_folder_is_refused_and_the_first_goes_on(site: Site) -> None:
+    site.start()
+    with site.client() as client:
+        register(client, "i")
+        put(client, "i", range(8))
+        second = run("serve", *ANY_PORTS, f"--data-dir={site.data_dir}")
+        assert second.returncode == 1
+        assert second.stderr.count("\n") == 1
+        assert str(site.data_dir) in second.stderr
+        assert f"pid {site.process.pid}" in second.stderr if site.process else False
+        # By the index alone, as somebody who shares it between two data folders would.
+        third = run(
+            "serve",
+            *ANY_PORTS,
+            f"--data-dir={site.folder / 'other'}",
+            f"--index-url=rocksdb:{site.data_dir / 'index'}",
+        )
+        assert third.returncode == 1
+        assert third.stderr.count("\n") == 1, third.stderr
+        assert str(site.data_dir / "index") in third.stderr
+        assert all(right(client, "i", range(8)))
+        assert put(client, "i", range(8, 16)) == 8
+    assert site.stop() == 0
+    assert site.audit().problems == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rpc-port=70000"], "--rpc-port"),
+        (["--nonsense=1"], "--nonsense"),
+        (["--set", "cache.nonsense=1"], "cache.nonsense"),
+        (["--config={folder}/none.toml"], "none.toml"),
+        (["--config={folder}/bad.toml"], "bad.toml"),
+        (["--index-url=nonsense:x"], "index-url"),
+        (["--registry-url=nonsense"], "registry"),
+        (["--bootstrap={folder}/none.json"], "none.json"),
+        (["--bootstrap={folder}/bad.json"], "bad.json"),
+        (["--bootstrap={folder}/unknown.json"], "root_pth"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_setting_is_one_line_exit_2_and_leaves_nothing(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    (tmp_path / "bad.toml").write_text("host = \n")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "unknown.json").write_text(
+        '{"storages":[{"global_unique_name":"s","nfs":{"root_pth":"/x"}}]}'
+    )
+    data = tmp_path / "data"
+    given = [a.format(folder=tmp_path) for a in arguments]
+    ended = run("serve", *ANY_PORTS, f"--data-dir={data}", *given)
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    if "nonsense=1" not in given[0]:
+        assert ended.stderr.count("\n") == 1, ended.stderr
+    assert not data.exists()
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def damage(site: Site, chance: random.Random, table: int, count: int) -> list[bytes]:
+    """Overwrite records of a table with random bytes; their keys within the shard."""
+    index = rocksdict.Rdict(str(site.data_dir / "index"), rocksdict.Options(raw_mode=True))
+    try:
+        found = [
+            key
+            for key in index.keys()  # noqa: SIM118
+            if isinstance(key, bytes) and key[0] and key[1 + key[0] + 2] == table
+        ]
+        victims = chance.sample(found, min(count, len(found)))
+        for key in victims:
+            index[key] = chance.randbytes(chance.randrange(60))
+        index.flush()
+        return [key[1 + key[0] + 3 :] for key in victims]
+    finally:
+        index.close()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [*Table, META_TABLE],
+    ids=lambda t: t.name.lower() if isinstance(t, Table) else "meta",
+)
+def test_damaged_records_are_misses_and_stop_nothing(site: Site, table: int) -> None:
+    """R67: random bytes in the store; the manager starts, serves the rest and says what it met."""
+    site.start(settings=["cache.write_timeout_s_max=600"])
+    with site.client() as client:
+        register(client, "i")
+        for first in range(0, 600, 20):
+            put(client, "i", range(first, first + 20))
+        client.remove_cache("i", range(300, 320))
+        used = site.usage()
+    assert site.stop() == 0
+    damage(site, random.Random(table), table, 3)
+
+    site.start()
+    with site.client() as client:
+        register(client, "other")
+        assert put(client, "other", range(8)) == 8
+
+        served = eventually_sync(lambda: loaded(client), timeout=PATIENCE_S)
+        assert sum(served) >= 580 - 3 * 20
+        if table not in (Table.DUE, Table.TRASH):
+            met = eventually_sync(lambda: site.usage()["quarantined"], timeout=PATIENCE_S)
+            assert met > 0
+            assert "does not parse" in site.log.read_text()
+        missing = [key for key, is_right in enumerate(served) if not is_right]
+        assert put(client, "i", missing) == len(missing)
+        assert all(right(client, "i", range(600)))
+        assert all(right(client, "other", range(8)))
+    assert used["serving_blocks"] == 580
+    assert site.stop() == 0
+    assert "Traceback" not in site.log.read_text()
+
+
+def loaded(client: Client) -> list[bool] | None:
+    try:
+        return right(client, "i", range(600))
+    except NotReady:
+        return None
