@@ -15,7 +15,7 @@ class Leadership:
 
     def __init__(self, clock: Clock, node_id: str) -> None:
         self._clock = clock
-        self._out_until = float("-inf")
+        self._demoted_at = self._out_until = float("-inf")
         self.node_id = node_id
         self.campaign_delay_ms = 0
 
@@ -31,11 +31,15 @@ class Leadership:
 
     def demote(self) -> None:
         """Step down now; elected again after the campaign delay, one election at least."""
+        self._demoted_at = self._clock.monotonic()
+        self._stay_out()
+
+    def _stay_out(self) -> None:
         delay_ms = max(self.campaign_delay_ms, ELECTION_PERIOD_MS)
-        self._out_until = self._clock.monotonic() + delay_ms / 1_000
+        self._out_until = self._demoted_at + delay_ms / 1_000
 
     def set_campaign_delay(self, delay_ms: int) -> None:
-        """Milliseconds that this node stays out after ``demote``.
+        """Milliseconds that this node stays out after ``demote``; counts for a stay under way too.
 
         Raises:
             InvalidArgument: negative, or above a day.
@@ -45,3 +49,5 @@ class Leadership:
                 f"campaign_delay_time_ms is {delay_ms}, not within 0 to {CAMPAIGN_DELAY_MS_MAX}"
             )
         self.campaign_delay_ms = delay_ms
+        if not self.is_leader:
+            self._stay_out()
