@@ -68,6 +68,7 @@ class InstanceReader(abc.ABC):
             self._count_changed,
             self._load_shard,
             self._lost,
+            shared.quarantine.add,
         )
 
     @property

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcm.core.errors import OutcomeUnknown, StaleFence, Unavailable
+from kvcm.core.errors import CorruptRecord, KvcmError, OutcomeUnknown, StaleFence, Unavailable
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.metaindex.ledger import Delta, from_counters
-from kvcm.metaindex.store import Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
+from kvcm.metaindex.store import Claim, Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
 
 _MIX = 0x9E3779B97F4A7C15
 _MIX_U64 = np.uint64(_MIX)
@@ -73,6 +73,8 @@ class Shards:
         count_changed: called with (storage, delta) for every change of the instance's usage.
         reload: called after a home shard was claimed again; re-reads its extents.
         lost: called with a shard number whose store went back in time.
+        damaged: called with the error of a shard whose own record does not parse; what the shard
+            held is dropped.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Shards:
         count_changed: Callable[[str, Delta], None],
         reload: Callable[[int], Awaitable[None]],
         lost: Callable[[int], None],
+        damaged: Callable[[CorruptRecord], None],
     ) -> None:
         self._store = store
         self._space = space
@@ -90,6 +93,7 @@ class Shards:
         self._count_changed = count_changed
         self._reload = reload
         self._lost = lost
+        self._damaged = damaged
         self._fences: dict[int, Fence] = {}
         self._known: dict[int, dict[bytes, int]] = {}
         self._commits: dict[int, int] = {}
@@ -117,6 +121,9 @@ class Shards:
             return
         fence = self._numbers.next()
         claims = await self._store.claim([self.id(n) for n in missing], fence)
+        for i, answer in enumerate(claims):
+            if isinstance(answer, CorruptRecord):
+                claims[i] = await self._start_afresh(missing[i], fence, answer)
         failure: Exception | None = None
         again: list[int] = []
         for number, claim in zip(missing, claims, strict=True):
@@ -140,6 +147,21 @@ class Shards:
             self._fences[number] = fence
         if failure is not None:
             raise failure
+
+    async def _start_afresh(
+        self, number: int, fence: Fence, error: CorruptRecord
+    ) -> Claim | Exception:
+        """Its counters are gone, so usage could never be right again: the shard begins empty. Its
+        blocks become misses, their files fall to the repair sweep."""
+        self._damaged(error)
+        self._suspect.add(number)
+        self._commits.pop(number, None)
+        try:
+            await self._store.drop(self.id(number))
+            (claim,) = await self._store.claim([self.id(number)], fence)
+        except KvcmError as failure:
+            return failure
+        return claim
 
     def _take_counters(self, number: int, counters: dict[bytes, int]) -> None:
         before = from_counters(self._known.get(number, {}))
