@@ -24,6 +24,8 @@ _PER_ROUND = 512
 _BACKOFF_S_FIRST = 1.0
 _BACKOFF_S_MAX = 300.0
 _DELETES_AT_ONCE = 256
+_DELETE_S_MAX = 5.0
+"""A storage that takes longer is left to itself; the others go on."""
 
 
 @dataclass(slots=True)
@@ -112,15 +114,29 @@ class ExpiryLoop:
     async def run_once(self, now: float) -> Report:
         report = Report()
         for index in list(self._around.index.by_uid.values()):
-            for entry in index.book.overdue(now, _PER_ROUND):
-                try:
-                    await index.change(entry.extent_id, _expire_with(index))
-                    report.done += 1
-                except KvcmError as error:
-                    _log.warning("expiring extent %s: %s", entry.extent_id.hex(), error)
-                    index.book.expect(entry, now + _BACKOFF_S_FIRST)
-                    report.failed += 1
+            left = index.book.overdue(now, _PER_ROUND)
+            try:
+                await self._expire(index, left, now, report)
+            finally:
+                # Cut short: they are not given out again by themselves.
+                for entry in left:
+                    index.book.expect(entry, entry.deadline)
         return report
+
+    async def _expire(
+        self, index: InstanceIndex, left: list[Entry], now: float, report: Report
+    ) -> None:
+        """Work through ``left`` from its end; what is dealt with leaves it."""
+        while left:
+            entry = left[-1]
+            try:
+                await index.change(entry.extent_id, _expire_with(index))
+                report.done += 1
+            except KvcmError as error:
+                _log.warning("expiring extent %s: %s", entry.extent_id.hex(), error)
+                index.book.expect(entry, now + _BACKOFF_S_FIRST)
+                report.failed += 1
+            left.pop()
 
 
 def _expire_with(index: InstanceIndex) -> Callable[[Extent, State], State | None]:
@@ -260,7 +276,7 @@ class _Pending:
 class TrashLoop:
     """Deletes the bytes of retired objects once their grace is over.
 
-    Failures are retried with back-off and hold up nothing else.
+    Failures are retried with back-off and hold up nothing else; neither does a storage that hangs.
     """
 
     name = "trash"
@@ -270,6 +286,7 @@ class TrashLoop:
         self._around = around
         self._queue: list[tuple[float, int, _Pending]] = []
         self._added = 0
+        self._busy: dict[str, asyncio.Task[None]] = {}
         self.failing: dict[bytes, str] = {}
         around.index.shared.on_trash = self.add
 
@@ -295,16 +312,45 @@ class TrashLoop:
         by_storage: dict[str, list[_Pending]] = {}
         for pending in batch:
             by_storage.setdefault(pending.trash.storage, []).append(pending)
-        await asyncio.gather(
-            *(self._delete(name, items, now, report) for name, items in by_storage.items())
-        )
+        tasks: list[asyncio.Task[None]] = []
+        for name, items in by_storage.items():
+            if name in self._busy:
+                for pending in items:
+                    self._push(now + _BACKOFF_S_FIRST, pending)
+                continue
+            self._busy[name] = task = asyncio.ensure_future(self._delete(name, items, now, report))
+            tasks.append(task)
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=_DELETE_S_MAX)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
+        for task in tasks:
+            if task.done():
+                task.result()
         report.waiting = self.waiting
         return report
 
     async def _delete(
         self, storage: str, items: list[_Pending], now: float, report: Report
     ) -> None:
-        for pending in items:
+        left = items[::-1]
+        try:
+            await self._delete_all(storage, left, now, report)
+        finally:
+            del self._busy[storage]
+            # Cut short by a fault of ours: nothing may be forgotten.
+            for pending in left:
+                self._push(now + _BACKOFF_S_FIRST, pending)
+
+    async def _delete_all(
+        self, storage: str, left: list[_Pending], now: float, report: Report
+    ) -> None:
+        """Work through ``left`` from its end; what is dealt with leaves it."""
+        while left:
+            pending = left[-1]
             try:
                 await self._delete_one(storage, pending)
                 self.failing.pop(pending.trash.key, None)
@@ -316,6 +362,7 @@ class TrashLoop:
                 wait = min(_BACKOFF_S_MAX, _BACKOFF_S_FIRST * 2 ** min(pending.tries, 10))
                 _log.warning("deleting bytes on storage %s: %s", storage, error)
                 self._push(now + wait, pending)
+            left.pop()
 
     async def _delete_one(self, storage: str, pending: _Pending) -> None:
         index, trash = pending.index, pending.trash
