@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from kvcm.cache.api import (
@@ -21,6 +20,7 @@ from kvcm.cache.api import (
     UsageReport,
 )
 from kvcm.cache.base import CacheSettings, Context
+from kvcm.cache.files import Files
 from kvcm.cache.lookup import Lookup
 from kvcm.cache.removal import Removal
 from kvcm.cache.write import Writes
@@ -28,7 +28,6 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError
 from kvcm.core.types import STORAGE_TYPE_NAMES, Instance, InstanceGroup
 from kvcm.metaindex.index import MetaIndex
-from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.ledger import ZERO, Delta
 from kvcm.metaindex.records import Phase
 from kvcm.metaindex.shared import Shared
@@ -80,8 +79,6 @@ class CacheManager:
         self._backends = backends
         self._clock = clock
         self._settings = settings
-        self._work: set[asyncio.Task[None]] = set()
-        self._prepared: set[tuple[str, str]] = set()
 
     async def open(self) -> None:
         """Take a new epoch and follow the registry. The store must be open.
@@ -108,7 +105,8 @@ class CacheManager:
             lambda name: self._registry.view.groups.get(name),
         )
         self._lookup = Lookup(context)
-        self._writes = Writes(context, self._touch_files)
+        self._files = Files(self._backends.get, view.cluster_uid)
+        self._writes = Writes(context, self._files)
         self._removal = Removal(context, self._registry.raise_trim)
         self._follow(view)
         self._registry.subscribe(self._follow)
@@ -124,10 +122,7 @@ class CacheManager:
     async def close(self) -> None:
         """Wait for clean-ups and save the access stamps."""
         await self._writes.settled()
-        for task in self._work:
-            task.cancel()
-        if self._work:
-            await asyncio.wait(self._work)
+        await self._files.close()
         for index in list(self.index.by_uid.values()):
             try:
                 while await index.save_stamps(1024):
@@ -186,26 +181,7 @@ class CacheManager:
         if instance is None or group is None:
             return
         for name in group.storage_candidates:
-            backend = self._backends.get(name)
-            if backend is not None and (instance.uid, name) not in self._prepared:
-                self._prepared.add((instance.uid, name))
-                self._later(backend.prepare(self.shared.cluster_uid, instance.uid))
-
-    def _touch_files(self, index: InstanceIndex, storage: str, names: list[str]) -> None:
-        backend = self._backends.get(storage)
-        if backend is not None:
-            self._later(backend.touch(names))
-
-    def _later(self, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            try:
-                await work
-            except KvcmError as error:
-                _log.warning("preparing files: %s", error)
-
-        task = asyncio.ensure_future(run())
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+            self._files.prepare(instance.uid, name)
 
     def storage_blocks(self, storage: str) -> int:
         """Locations (open and serving) on a storage."""

@@ -12,6 +12,7 @@ from kvcm.cache import placement
 from kvcm.cache.base import Context
 from kvcm.cache.placement import Candidate
 from kvcm.cache.scan import Scan, Usable
+from kvcm.core import quota
 from kvcm.core.errors import (
     CapacityReached,
     InstanceNotExist,
@@ -129,9 +130,9 @@ class Planner:
         ledger = index.shared.ledger
         grant = placement.grant(
             sizes,
-            group_room=placement.group_capacity(group) - ledger.group(group.name).counted,
+            group_room=quota.group_capacity(group) - ledger.group(group.name).counted,
             type_room=chosen.room,
-            key_room=placement.key_limit(group) - ledger.instance(index.uid).blocks,
+            key_room=quota.key_limit(group) - ledger.instance(index.uid).blocks,
         )
         if not grant.count:
             raise CapacityReached(
@@ -156,8 +157,8 @@ class Planner:
             if not shared.storages.available(name):
                 continue
             kind = shared.type_of(name)
-            room = placement.type_capacity(group, kind)
-            if room < placement.UNLIMITED:
+            room = quota.type_capacity(group, kind)
+            if room < quota.UNLIMITED:
                 room -= shared.ledger.group_type(group.name, kind).counted
             used = shared.ledger.storage(name)
             out.append(Candidate(name, kind, used.counted + used.trash_bytes, room))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from kvcm.cache.api import (
     WireForm,
 )
 from kvcm.cache.base import Context
+from kvcm.cache.files import Files
 from kvcm.cache.locks import KeyLocks
 from kvcm.cache.plan import Plan, Planner, keys_of, needed_specs, runs_of, subsets_of
 from kvcm.core.errors import (
@@ -39,16 +40,13 @@ class Writes:
     """Write sessions of all instances.
 
     Args:
-        touch: called after a grant with storage and object names when that storage wants its files
-            made ahead of the writer; must not block.
+        files: makes folders before an instance's first write to a storage, and files on wish.
     """
 
-    def __init__(
-        self, context: Context, touch: Callable[[InstanceIndex, str, list[str]], None]
-    ) -> None:
+    def __init__(self, context: Context, files: Files) -> None:
         self._context = context
         self._planner = Planner(context)
-        self._touch = touch
+        self._files = files
         self._locks: WeakKeyDictionary[InstanceIndex, KeyLocks] = WeakKeyDictionary()
         self._cleanups: set[asyncio.Task[None]] = set()
 
@@ -98,6 +96,9 @@ class Writes:
         locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
             plan = await self._planner.plan(index, keys, raw, needed)
+            if plan.granted and await self._files.prepared(index.uid, plan.storage):
+                # Limits and what exists may have changed while the folders were made.
+                plan = await self._planner.plan(index, keys, raw, needed)
             if not plan.granted:
                 return self._nothing(index, plan)
             timeout_s = self._timeout(request.write_timeout_seconds)
@@ -196,7 +197,7 @@ class Writes:
         storage = index.shared.storages.get(extent.storage)
         layout = index.layout(extent) if storage is not None and storage.touched else None
         if layout is not None:
-            self._touch(index, extent.storage, [o.name for o in layout.objects])
+            self._files.touch(extent.storage, [o.name for o in layout.objects])
 
     async def _body(self, index: InstanceIndex, extent: Extent, form: WireForm) -> bytes:
         shared = index.shared

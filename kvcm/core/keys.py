@@ -66,8 +66,8 @@ def pack_keys(raw: bytes) -> tuple[bytes, array[int]]:
     groups = values >> _SHIFTS
     lengths = np.maximum(1, np.count_nonzero(groups, axis=1))[:, np.newaxis]
     data = (groups & np.uint64(0x7F)).astype(np.uint8)
-    data |= np.where(_PLACES < lengths - 1, np.uint8(0x80), np.uint8(0))
-    packed = data[_PLACES < lengths].tobytes()
+    data |= np.where(lengths - 1 > _PLACES, np.uint8(0x80), np.uint8(0))
+    packed = data[lengths > _PLACES].tobytes()
     offsets = array("I", bytes(4))
     offsets.frombytes(np.cumsum(lengths[:, 0], dtype=np.uint32).tobytes())
     return packed, offsets
@@ -141,8 +141,7 @@ class KeyBatch:
             values = array("q", keys)
         except (OverflowError, TypeError) as error:
             raise InvalidArgument(f"block_keys: not an int64: {error}") from error
-        batch = cls.from_array(values)
-        return batch
+        return cls.from_array(values)
 
     @classmethod
     def from_array(cls, values: array[int]) -> KeyBatch:

@@ -1,4 +1,4 @@
-"""Location URIs: ``scheme://<storage name><path>?k=v&…``, parameters sorted by name (wire.md §6)."""
+"""Location URIs: ``scheme://<storage><path>?k=v&…``, parameters sorted by name (wire.md §6)."""
 
 from __future__ import annotations
 

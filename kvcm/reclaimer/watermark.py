@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcm.core.types import InstanceGroup, StorageType
+from kvcm.core.quota import group_capacity, key_limit
+from kvcm.core.types import InstanceGroup, StorageType, TriggerStrategy
 from kvcm.metaindex.ledger import Ledger
 
 LOW_MARK_POINTS = 0.05
@@ -30,12 +31,13 @@ def over(used: int, capacity: int, percentage: float, size: int = 0) -> int:
     """How much of ``used`` must go, 0 when no mark is crossed.
 
     Args:
-        capacity: hard limit of the scope; 0 or less = no percentage mark.
+        capacity: hard limit of the scope. What is above it goes in any case: that happens when the
+            limit is lowered (wire.md §9: it drains by reclaim).
         percentage: fraction of the capacity; 0 = unset, above 1 = never.
         size: absolute mark in the same unit; 0 = unset.
     """
-    marks: list[tuple[int, int]] = []
-    if 0 < percentage <= 1 and capacity > 0:
+    marks = [(capacity, capacity)]
+    if 0 < percentage <= 1:
         high = math.floor(capacity * percentage)
         low = math.floor(capacity * max(0.0, percentage - LOW_MARK_POINTS))
         marks.append((high, low))
@@ -51,14 +53,10 @@ def excesses(group: InstanceGroup, uids: list[str], ledger: Ledger) -> Iterator[
     """
     cache = group.cache_config
     reclaim = cache.reclaim_strategy if cache else None
-    trigger = reclaim.trigger_strategy if reclaim else None
-    if trigger is None:
-        return
+    trigger = (reclaim.trigger_strategy if reclaim else None) or TriggerStrategy()
     percentage = trigger.used_percentage
-    capacity = group.quota.capacity if group.quota else 0
     used = ledger.group(group.name).counted
-    # A hard limit lowered below the usage drains like a crossed mark.
-    amount = over(used, capacity, percentage, trigger.used_size)
+    amount = over(used, group_capacity(group), percentage, trigger.used_size)
     if amount:
         yield Excess(amount)
     for entry in group.quota.quota_config if group.quota else ():
@@ -66,9 +64,7 @@ def excesses(group: InstanceGroup, uids: list[str], ledger: Ledger) -> Iterator[
         amount = over(used, entry.capacity, percentage)
         if amount:
             yield Excess(amount, storage_type=entry.storage_type)
-    config = cache.meta_indexer_config if cache else None
-    limit = config.max_key_count if config else 0
     for uid in uids:
-        amount = over(ledger.instance(uid).blocks, limit, percentage)
+        amount = over(ledger.instance(uid).blocks, key_limit(group), percentage)
         if amount:
             yield Excess(amount, uid=uid, in_blocks=True)
