@@ -30,7 +30,7 @@ class What(StrEnum):
 
 class Took(NamedTuple):
     """Seconds of one call: by the wall clock, and of its thread's processor time, which other
-    programs on the machine do not lengthen."""
+    programs on the machine lengthen less."""
 
     wall: float
     cpu: float

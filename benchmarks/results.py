@@ -52,7 +52,7 @@ CASES = (
         "GetCacheLocation over gRPC",
         (Column("answer", "answer"), _EXTENT, _KEYS, *_LATENCY),
         "p50 and p99: one request in flight. requests/s and keys/s: {in_flight} in flight. CPU: "
-        "what the manager used, which other programs on the machine hardly change.",
+        "what the manager used, which other programs on the machine change less.",
     ),
     Case(
         "json",
@@ -151,6 +151,7 @@ def section(case: Case, document: dict[str, Any]) -> str:
         f"Python {at['python']}, load average at the end {at['load_average']}"
         + (f"; loader {', '.join(loaders)}." if loaders else "."),
         case.note.format(**document["options"]),
+        "",
         "",
     ]
     return "\n".join(lines) + table(case, document["rows"])
