@@ -3,37 +3,70 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sqlite3
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from kvcm.core.errors import ConfigError
 
 _BUSY_TIMEOUT_MS = 10_000
+_CONNECT_TIMEOUT_S = 5
+_STATEMENT_TIMEOUT_MS = 10_000
+"""Waiting for another manager's lock included."""
+_IDLE_TIMEOUT_MS = 15_000
+"""A manager that stands still within a transaction loses it, and the others its locks."""
+_TRANSACTION_TIMEOUT_S = 15.0
+"""What the server cannot enforce when it is the one that stands still."""
 _SCHEMA_LOCK_KEY = 0x6B76636D
 """Any fixed number; names our advisory lock where the database has such locks."""
+_DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
+_SECRET_QUERY = re.compile("password|passwd|secret|token", re.IGNORECASE)
 
 
 def parse_url(url: str) -> URL:
     """The registry URL, with the driver we ship filled in.
 
     Raises:
-        ConfigError: not a database URL. The text never repeats a password.
+        ConfigError: not the URL of a database that we support. The text never repeats a password.
     """
     try:
-        parsed = make_url(url)
-    except ArgumentError:
+        parsed = make_url(re.sub(r"\Apostgres://", "postgresql://", url))
+    except (ArgumentError, ValueError):
+        # Also a password that is not percent-encoded: its end reads as a port.
         raise ConfigError(
-            "registry_url is not a database URL such as sqlite:///path/registry.db"
+            "registry_url is not a database URL such as sqlite:///path/registry.db or "
+            "postgresql://user:password@host/database, with the password percent-encoded"
         ) from None
-    if parsed.drivername == "postgresql":
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    return parsed
+    backend = parsed.get_backend_name()
+    driver = _DRIVERS.get(backend)
+    if driver is None or parsed.drivername not in (backend, driver):
+        raise ConfigError(
+            f"registry_url: {parsed.drivername!r} is no database that kvcm supports; "
+            "it knows sqlite:///… and postgresql://…"
+        )
+    return parsed.set(drivername=driver)
+
+
+def with_password(url: str, password: str) -> str:
+    """The URL with ``password`` in it, unless it has one.
+
+    Raises:
+        ConfigError: not a database URL.
+    """
+    parsed = parse_url(url)
+    if parsed.password is None and not is_embedded(url):
+        parsed = parsed.set(password=password)
+    return parsed.render_as_string(hide_password=False)
 
 
 def is_embedded(url: str) -> bool:
@@ -41,9 +74,28 @@ def is_embedded(url: str) -> bool:
     return parse_url(url).get_backend_name() == "sqlite"
 
 
+def embedded_path(url: str) -> Path | None:
+    """The file of an SQLite database; None for any other."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        return None
+    return Path(str(parsed.database))
+
+
 def shown(url: str) -> str:
     """The URL with its password hidden."""
-    return parse_url(url).render_as_string(hide_password=True)
+    parsed = parse_url(url)
+    hidden = {key: "***" for key in parsed.query if _SECRET_QUERY.search(key)}
+    return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
+
+
+def reason(error: SQLAlchemyError) -> str:
+    """What went wrong in the database's own words, without a statement, values or a password."""
+    if not isinstance(error, DBAPIError) or error.orig is None:
+        return type(error).__name__
+    # The details of PostgreSQL's errors repeat whole rows.
+    primary = getattr(getattr(error.orig, "diag", None), "message_primary", None)
+    return " ".join((primary or str(error.orig)).split())
 
 
 def open_engine(url: str) -> Engine:
@@ -52,25 +104,42 @@ def open_engine(url: str) -> Engine:
     The file is readable by its owner only: it holds password hashes and the session secret.
 
     Raises:
-        ConfigError: unknown or missing driver, or an SQLite path that cannot be opened.
+        ConfigError: unknown database, missing driver, or an SQLite path that cannot be opened.
     """
     parsed = parse_url(url)
+    embedded = parsed.get_backend_name() == "sqlite"
     try:
-        engine = create_engine(parsed)
-    except NoSuchModuleError:
-        raise ConfigError(f"registry_url: {parsed.drivername!r} is no known database") from None
-    except ModuleNotFoundError as error:
+        engine = create_engine(
+            parsed, hide_parameters=True, **({} if embedded else _postgres_options(parsed))
+        )
+    except ImportError:
+        # psycopg without its library is an ImportError too.
         raise ConfigError(
-            f"registry_url: the driver {error.name!r} is missing; install kvcm[postgres]"
+            "registry_url: the driver psycopg is missing; pip install 'kvcm[postgres]' brings it"
         ) from None
-    if engine.dialect.name == "sqlite":
+    if embedded:
         _prepare_sqlite(engine, parsed)
     return engine
 
 
-def begin_read(connection: Connection) -> Connection:
-    """Marks ``connection`` so that its next transaction takes no write lock where that is told."""
-    return connection.execution_options(kvcm_read=True)
+@contextmanager
+def transaction(engine: Engine, *, write: bool) -> Iterator[Connection]:
+    """A connection in a transaction, rolled back at the end unless it was committed.
+
+    A reading one sees one moment and takes no lock. One that lasts longer than the time-out is cut
+    off, also when the server stands still: then the statement under way, or the next, fails.
+
+    Raises:
+        SQLAlchemyError: no connection.
+    """
+    with ExitStack() as stack:
+        connection = stack.enter_context(_begin(engine, write))
+        stack.enter_context(_cut_off_late(connection))
+        if not _still_there(connection):
+            stack.close()
+            connection = stack.enter_context(_begin(engine, write))
+            stack.enter_context(_cut_off_late(connection))
+        yield connection
 
 
 def lock_schema(connection: Connection) -> None:
@@ -80,6 +149,76 @@ def lock_schema(connection: Connection) -> None:
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
+
+
+def _still_there(connection: Connection) -> bool:
+    """False when it comes from the pool and died there, with all others, or with its server."""
+    if connection.dialect.name != "postgresql":
+        return True
+    try:
+        connection.execute(text("SELECT 1"))
+    except DBAPIError as error:
+        if not error.connection_invalidated:
+            raise
+        return False
+    return True
+
+
+def _begin(engine: Engine, write: bool) -> Connection:
+    connection = engine.connect()
+    if write:
+        return connection
+    if engine.dialect.name == "postgresql":
+        return connection.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+    return connection.execution_options(kvcm_read=True)
+
+
+@contextmanager
+def _cut_off_late(connection: Connection) -> Iterator[None]:
+    """Shuts the connection's socket down when the time is over, which ends any wait for it."""
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver: Any = connection.connection.dbapi_connection
+    # A duplicate: the number of a socket that was closed meanwhile may be another's.
+    with socket.socket(fileno=os.dup(driver.fileno())) as duplicate:
+        timer = threading.Timer(_TRANSACTION_TIMEOUT_S, _shut_down, (duplicate,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    try:
+        connected.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # It is closed already.
+
+
+def _postgres_options(url: URL) -> dict[str, Any]:
+    """Engine options; what the URL says itself counts for more."""
+    timeouts = {
+        "statement_timeout": _STATEMENT_TIMEOUT_MS,
+        "idle_in_transaction_session_timeout": _IDLE_TIMEOUT_MS,
+    }
+    told = url.query.get("options", "")
+    options = [f"-c {name}={value}" for name, value in timeouts.items()]
+    arguments: dict[str, Any] = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "application_name": "kvcm",
+        "keepalives_idle": 10,
+    }
+    arguments = {key: value for key, value in arguments.items() if key not in url.query}
+    arguments["options"] = " ".join([*options, told if isinstance(told, str) else " ".join(told)])
+    # Prepared statements get in the way of connection poolers, and changes are rare.
+    arguments["prepare_threshold"] = None
+    return {"connect_args": arguments, "pool_size": 1, "max_overflow": 1}
 
 
 def _prepare_sqlite(engine: Engine, url: URL) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect
+from sqlalchemy.exc import SQLAlchemyError
 
 from kvcm.core.errors import ConfigError
-from kvcm.registry.database import lock_schema, open_engine
+from kvcm.registry.database import embedded_path, lock_schema, open_engine, reason, shown
 from kvcm.registry.tables import METADATA
 
 _ALEMBIC_LOCK = threading.Lock()
@@ -56,11 +61,7 @@ def ensure_schema(connection: Connection, *, auto_migrate: bool) -> None:
     if found == head:
         return
     if found is None:
-        foreign = sorted(set(inspect(connection).get_table_names()) & set(METADATA.tables))
-        if foreign:
-            raise ConfigError(
-                f"the registry database has tables ({', '.join(foreign)}) but no schema revision"
-            )
+        _refuse_foreign(connection)
     elif not _knows(found):
         raise ConfigError(
             f"the registry schema is at revision {found}, ahead of {head}, the newest this "
@@ -88,24 +89,84 @@ def migrate_connection(connection: Connection, revision: str) -> None:
 def migrate_database(url: str, revision: str = "head") -> tuple[str | None, str | None]:
     """Moves the schema of the database at ``url``; the managers using it must be stopped.
 
+    Of several that run at once each waits for the one before, and finds its work done.
+
     Returns:
         The revisions before and after.
 
     Raises:
-        ConfigError: the database is at, or was asked for, a revision this version does not know.
+        ConfigError: the database cannot be opened, is at or was asked for a revision this version
+            does not know, or has tables of unknown origin. Nothing is changed then.
     """
+    with _opened(url) as connection:
+        lock_schema(connection)
+        before = current_revision(connection)
+        for name in (before, revision):
+            if name not in (None, "head", "base") and not _knows(str(name)):
+                raise ConfigError(f"schema revision {name} is unknown to this version of kvcm")
+        if before is None and revision != "base":
+            _refuse_foreign(connection)
+        migrate_connection(connection, revision)
+        after = current_revision(connection)
+        connection.commit()
+        return before, after
+
+
+class SchemaState(Enum):
+    """How a database's schema stands to ours."""
+
+    EMPTY = "empty"
+    CURRENT = "current"
+    BEHIND = "behind"
+    AHEAD = "ahead"
+
+
+class SchemaStatus(NamedTuple):
+    """Revision of a database (None when it has no tables of ours), and the newest one we know."""
+
+    state: SchemaState
+    revision: str | None
+    head: str
+
+
+def schema_status(url: str) -> SchemaStatus:
+    """Looks, and changes nothing.
+
+    Raises:
+        ConfigError: the database cannot be opened, or has tables of unknown origin.
+    """
+    path = embedded_path(url)
+    head = head_revision()
+    if path is not None and not path.exists():
+        return SchemaStatus(SchemaState.EMPTY, None, head)
+    with _opened(url) as connection:
+        found = current_revision(connection)
+        if found is None:
+            _refuse_foreign(connection)
+            return SchemaStatus(SchemaState.EMPTY, None, head)
+        if found == head:
+            return SchemaStatus(SchemaState.CURRENT, found, head)
+        return SchemaStatus(SchemaState.BEHIND if _knows(found) else SchemaState.AHEAD, found, head)
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[Connection]:
     engine = open_engine(url)
     try:
-        with engine.begin() as connection:
-            lock_schema(connection)
-            before = current_revision(connection)
-            for name in (before, revision):
-                if name not in (None, "head", "base") and not _knows(str(name)):
-                    raise ConfigError(f"schema revision {name} is unknown to this version of kvcm")
-            migrate_connection(connection, revision)
-            return before, current_revision(connection)
+        with engine.connect() as connection:
+            yield connection
+    except SQLAlchemyError as error:
+        raise ConfigError(f"the registry at {shown(url)}: {reason(error)}") from error
     finally:
         engine.dispose()
+
+
+def _refuse_foreign(connection: Connection) -> None:
+    foreign = sorted(set(inspect(connection).get_table_names()) & set(METADATA.tables))
+    if foreign:
+        raise ConfigError(
+            f"the registry database has tables ({', '.join(foreign)}) but no schema revision"
+        )
 
 
 def _scripts() -> ScriptDirectory:

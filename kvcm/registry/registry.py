@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, insert, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
 
 from kvcm.core import limits
 from kvcm.core.clock import Clock
@@ -32,6 +32,8 @@ Subscriber = Callable[[RegistryView], None]
 _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 32
 _CLUSTER_UID_CHARS = 8
+_OUR_FAULT = (DataError, IntegrityError, ProgrammingError)
+"""Refused for what we sent, or for rights that we lack; anything else is an outage."""
 
 
 class _Transaction:
@@ -348,14 +350,15 @@ class Registry:
     def _open(self) -> RegistryView:
         self._engine = engine = database.open_engine(self._url)
         try:
-            with engine.begin() as connection:
+            with database.transaction(engine, write=True) as connection:
                 migrate.ensure_schema(connection, auto_migrate=self._auto_migrate)
                 if connection.execute(select(STATE.c.id)).first() is None:
                     connection.execute(insert(STATE).values(self._first_state()))
                 self._state = load_state(connection)
+                connection.commit()
         except SQLAlchemyError as error:
             raise ConfigError(
-                f"cannot open the registry at {database.shown(self._url)}: {_reason(error)}"
+                f"cannot open the registry at {database.shown(self._url)}: {database.reason(error)}"
             ) from error
         return self._state.view()
 
@@ -373,8 +376,10 @@ class Registry:
     def _apply(self, rule: Callable[[Draft], T], write: bool) -> tuple[T, RegistryView]:
         """Runs one rule in one transaction, on the state as it is in the database."""
         with self._transaction(write) as transaction:
-            lock = select(STATE.c.revision).with_for_update(read=not write)
-            revision = transaction.connection.execute(lock).scalar_one()
+            current = select(STATE.c.revision)
+            # The one row that every change takes first, so changes come one after the other.
+            current = current.with_for_update() if write else current
+            revision = transaction.connection.execute(current).scalar_one()
             if self._state is None or self._state.revision != revision:
                 self._state = load_state(transaction.connection)
             state, draft = self._state, Draft(self._state)
@@ -399,20 +404,16 @@ class Registry:
             raise NotReady("the registry is not open")
         transaction: _Transaction | None = None
         try:
-            with self._engine.connect() as connection:
-                if not write:
-                    connection = database.begin_read(connection)
-                # Closing a connection rolls back what is open.
+            with database.transaction(self._engine, write=write) as connection:
                 transaction = _Transaction(connection)
                 yield transaction
         except SQLAlchemyError as error:
             self._state = None
-            text = f"the registry database failed: {_reason(error)}"
+            text = f"the registry database failed: {database.reason(error)}"
             if transaction is not None and transaction.committing:
-                raise OutcomeUnknown(text) from error
-            raise (InternalError if isinstance(error, IntegrityError) else Unavailable)(
-                text
-            ) from error
+                raise OutcomeUnknown(text) from None
+            # Without the cause: its text may repeat a row, with a password's hash.
+            raise (InternalError if isinstance(error, _OUR_FAULT) else Unavailable)(text) from None
 
     def _decoy(self) -> str:
         if not self._decoy_hash:
@@ -423,8 +424,3 @@ class Registry:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
-
-
-def _reason(error: SQLAlchemyError) -> str:
-    """The driver's own words: SQLAlchemy's would repeat the statement with its values."""
-    return str(error.orig) if isinstance(error, DBAPIError) else type(error).__name__

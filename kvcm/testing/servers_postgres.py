@@ -102,19 +102,22 @@ class PostgresServer:
         """Empties a database for its next user: ten times as quick as making a new one."""
         self.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            f"WHERE datname = '{name}' AND pid <> pg_backend_pid()"
+            "WHERE datname = %s AND pid <> pg_backend_pid()",
+            values=(name,),
         )
         self.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public", name)
         self._free.append(name)
 
-    def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
+    def execute(
+        self, statement: str, database: str = "postgres", values: tuple[object, ...] | None = None
+    ) -> list[tuple[object, ...]]:
         """Runs one statement by itself; its rows, if it has any."""
         import psycopg
 
         url = self.url(database)
         with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
             # Test code of our own makes the statements.
-            cursor = connection.execute(statement.encode())
+            cursor = connection.execute(statement.encode(), values)
             return cursor.fetchall() if cursor.description else []
 
     def start(self) -> None:

@@ -21,6 +21,8 @@ from kvcm.core.types import (
 from kvcm.registry.registry import Registry
 
 OpenRegistry = Callable[..., Awaitable[Registry]]
+NewUrl = Callable[[], str]
+"""Makes URLs of empty databases."""
 
 
 def storage(name: str = "nfs_01", root: str = "/tmp/nfs/", **fields: Any) -> StorageConfig:

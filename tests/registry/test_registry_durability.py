@@ -96,8 +96,10 @@ async def test_managers_may_open_an_empty_database_at_once(
 
 
 async def test_opening_a_file_again_does_not_drop_the_locks_held_on_it(
-    registry: Registry, db_url: str, open_registry: OpenRegistry
+    sqlite_url: str, open_registry: OpenRegistry
 ) -> None:
+    db_url = sqlite_url
+    await open_registry(db_url)
     writer = sqlite3.connect(db_url.removeprefix("sqlite:///"), isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     database.open_engine(db_url).dispose()

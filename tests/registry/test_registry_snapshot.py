@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from registry_samples import OpenRegistry, group, instance, storage
+from registry_samples import NewUrl, OpenRegistry, group, instance, storage
 
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import AccountRole
@@ -46,10 +45,10 @@ async def test_a_snapshot_round_trips_the_whole_registry(filled: Registry) -> No
 
 
 async def test_a_snapshot_moves_to_another_registry(
-    filled: Registry, open_registry: OpenRegistry, tmp_path: Path
+    filled: Registry, open_registry: OpenRegistry, new_url: NewUrl
 ) -> None:
     text = await filled.export_snapshot()
-    other = await open_registry(f"sqlite:///{tmp_path}/other.db", clock=SimClock(seed=5))
+    other = await open_registry(new_url(), clock=SimClock(seed=5))
     uid = other.view.cluster_uid
     await other.load_snapshot(text)
     assert other.view.instances == filled.view.instances
@@ -61,12 +60,12 @@ async def test_a_snapshot_moves_to_another_registry(
 
 
 async def test_uids_with_scattered_numbers_are_kept(
-    filled: Registry, open_registry: OpenRegistry, tmp_path: Path
+    filled: Registry, open_registry: OpenRegistry, new_url: NewUrl
 ) -> None:
     doc = await document(filled)
     for item, number in zip(doc["instances"], (9, 4, 7), strict=True):
         item["uid"] = f"00000{number}abcd"
-    other = await open_registry(f"sqlite:///{tmp_path}/other.db")
+    other = await open_registry(new_url())
     await other.load_snapshot(json.dumps(doc))
     assert {i.uid[5] for i in other.view.instances.values()} == {"9", "4", "7"}
     assert (await other.register_instance(instance("new"))).uid.startswith("00000a")
@@ -123,13 +122,13 @@ async def test_a_trim_is_never_undone(filled: Registry) -> None:
 
 
 async def test_hashes_can_be_left_out_and_are_taken_from_here(
-    filled: Registry, open_registry: OpenRegistry, tmp_path: Path
+    filled: Registry, open_registry: OpenRegistry, new_url: NewUrl
 ) -> None:
     text = await filled.export_snapshot(with_hashes=False)
     assert "argon2" not in text
     await filled.load_snapshot(text)
     assert await filled.verify_password("ann", "pw")
-    other = await open_registry(f"sqlite:///{tmp_path}/other.db")
+    other = await open_registry(new_url())
     with pytest.raises(InvalidArgument, match="'ann' without password_hash"):
         await other.load_snapshot(text)
     assert not other.view.groups
