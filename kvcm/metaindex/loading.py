@@ -96,7 +96,7 @@ class InstanceLoader(InstanceReader):
 
     def _load_entry(self, extent: Extent, value: bytes, stamp_ms: int) -> bool:
         try:
-            state = records.decode_state(value)
+            state = records.decode_state(extent.extent_id, value)
         except CorruptRecord as error:
             self.shared.quarantine.add(error)
             return False

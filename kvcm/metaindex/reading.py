@@ -262,7 +262,7 @@ class InstanceReader(abc.ABC):
                 if state_bytes is None or first is None:
                     continue
                 try:
-                    state = records.decode_state(state_bytes)
+                    state = records.decode_state(extent_id, state_bytes)
                     extent, count = records.decode_header(extent_id, first)
                 except CorruptRecord as error:
                     self.shared.quarantine.add(error)

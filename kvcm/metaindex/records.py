@@ -270,8 +270,8 @@ def encode_state(state: State) -> bytes:
     )
 
 
-def decode_state(data: bytes) -> State:
-    """Inverse of ``encode_state``.
+def decode_state(extent_id: bytes, data: bytes) -> State:
+    """Inverse of ``encode_state``; ``extent_id`` is for the error.
 
     Raises:
         CorruptRecord: it does not parse.
@@ -292,7 +292,7 @@ def decode_state(data: bytes) -> State:
             dead=f[7],
         )
     except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
-        raise CorruptRecord(f"extent state: {error}") from error
+        raise CorruptRecord(f"state of extent {extent_id.hex()}: {error}") from error
 
 
 def encode_trash(trash: Trash) -> bytes:

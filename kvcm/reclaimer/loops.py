@@ -374,7 +374,12 @@ class TrashLoop:
             return
         backend = self._around.backend(storage)
         found = await index.read(trash.extent_id)
-        layout = index.layout(found[0]) if found is not None else None
+        if found is None:
+            # What named the objects does not parse any more: they are left to the repair sweep.
+            _log.error("extent %s: its record is lost, its bytes stay", trash.extent_id.hex())
+            await index.replace_trash(trash, None)
+            return
+        layout = index.layout(found[0])
         if backend is None or layout is None:
             raise StorageError(f"storage {storage!r} is not open")
         names = [

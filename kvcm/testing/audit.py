@@ -142,7 +142,7 @@ class _Shard:
                     for i in range(1, records.chunk_count(count))
                 ]
                 extent = records.join_chunks(head, count, rest)
-                state = records.decode_state(value)
+                state = records.decode_state(extent_id, value)
             except CorruptRecord as error:
                 self._say(str(error))
                 continue

@@ -226,7 +226,7 @@ async def another_space(stopped: Stopped) -> None:
         (misplace_row, "does not belong here"),
         (garble_row, "row of block 0: row of 1 bytes"),
         (change_counters, "shard 3: counters say {'nfs_01': Delta("),
-        (garble_state, "extent state: "),
+        (garble_state, "state of extent "),
         (drop_state, "has no state"),
         (drop_chunk, ": format b''"),
         (change_dead, "dead bytes recorded"),
