@@ -592,8 +592,14 @@ class StorageConfig(_message.Message):
     NFS_FIELD_NUMBER: _builtins.int
     VCNSTHREEFS_FIELD_NUMBER: _builtins.int
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _builtins.int
+    DISABLED_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_REASON_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
+    disabled: _builtins.bool
+    """Ours, in answers only: taken out of service by an operator."""
+    unavailable_reason: _builtins.str
+    """Ours, in answers only: why it cannot be used now; empty when it can."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -617,10 +623,12 @@ class StorageConfig(_message.Message):
         nfs: Global___NfsStorageSpec | None = ...,
         vcnsthreefs: Global___ThreeFSStorageSpec | None = ...,
         check_storage_available_when_open: _builtins.bool = ...,
+        disabled: _builtins.bool = ...,
+        unavailable_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_storage_available_when_open", b"check_storage_available_when_open", "global_unique_name", b"global_unique_name", "local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_storage_spec: _TypeAlias = _typing.Literal["local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs"]  # noqa: Y015
     _WhichOneofArgType_storage_spec: _TypeAlias = _typing.Literal["storage_spec", b"storage_spec"]  # noqa: Y015

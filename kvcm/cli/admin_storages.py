@@ -26,7 +26,7 @@ from kvcm.cli.admin_common import (
 from kvcm.cli.output import print_json, table
 from kvcm.client import AdminClient
 from kvcm.core.errors import EntityNotExist, InvalidArgument
-from kvcm.core.types import StorageConfig
+from kvcm.core.types import StorageConfig, StorageStatus
 
 storage = typer.Typer(no_args_is_help=True, help="Places for bytes.")
 
@@ -54,11 +54,12 @@ def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = F
         return
     table(
         "storages",
-        ("name", "type", "settings"),
+        ("name", "type", "state", "settings"),
         (
             (
                 config.global_unique_name,
                 storage_type_name(config.type),
+                _state(config),
                 ", ".join(f"{key}={value}" for key, value in config.spec.items() if value != ""),
             )
             for config in configs
@@ -172,7 +173,9 @@ def _wanted(
 def _from_file(file: FileOption) -> StorageConfig:
     assert file is not None
     value = read_object(file)
-    check_known(StorageConfig, value, str(file))
+    # What `storage list --json` prints can be given back.
+    check_known(StorageStatus, value, str(file))
+    value.pop("unavailable_reason", None)
     if isinstance(value.get("type"), str):
         value["type"] = storage_type(value["type"])
     return entity(StorageConfig, value, str(file))
@@ -198,8 +201,12 @@ def _value(text: str) -> Any:
     return value if isinstance(value, bool | int | float) else text
 
 
-def _plain(config: StorageConfig) -> dict[str, Any]:
-    # The list call does not tell whether a storage is enabled.
-    return config.model_dump(mode="json", exclude={"enabled"}) | {
-        "type": storage_type_name(config.type)
-    }
+def _plain(config: StorageStatus) -> dict[str, Any]:
+    return config.model_dump(mode="json") | {"type": storage_type_name(config.type)}
+
+
+def _state(config: StorageStatus) -> str:
+    if not config.enabled:
+        return "disabled"
+    reason = config.unavailable_reason
+    return f"unavailable: {reason}" if reason else "available"

@@ -18,7 +18,7 @@ from kvcm.client import calls
 from kvcm.client.call import ADMIN_SERVICE, Call, Method, build, describe_function, nothing
 from kvcm.client.entities import group_message, instance_group, storage_config, storage_message
 from kvcm.client.types import ClusterInfo, Health, InstanceInfo, Metric, MetricsSnapshot
-from kvcm.core.types import Account, AccountRole, InstanceGroup, StorageConfig
+from kvcm.core.types import Account, AccountRole, InstanceGroup, StorageConfig, StorageStatus
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def update_storage(
 
 def list_storage(
     *, trace_id: str = "", timeout: float | None = None
-) -> Call[tuple[StorageConfig, ...]]:
+) -> Call[tuple[StorageStatus, ...]]:
     """All storages."""
     request = build(pb.ListStorageRequest, trace_id=trace_id)
     return Call(

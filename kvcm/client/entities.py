@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvcm._pb import admin_pb2 as pb
 from kvcm.core.errors import InvalidArgument, KvcmError
-from kvcm.core.types import InstanceGroup, StorageConfig, StorageType
+from kvcm.core.types import InstanceGroup, StorageConfig, StorageStatus, StorageType
 
 E = TypeVar("E", bound=BaseModel)
 
@@ -42,15 +42,17 @@ def storage_message(config: StorageConfig) -> pb.StorageConfig:
     return _message(fields, pb.StorageConfig(), f"storage {config.global_unique_name!r}")
 
 
-def storage_config(raw: pb.StorageConfig) -> StorageConfig:
+def storage_config(raw: pb.StorageConfig) -> StorageStatus:
     """A storage as listed; ``spec`` has every field of its type."""
     field = raw.WhichOneof("storage_spec") or ""
     spec = {} if not field else _plain(getattr(raw, field), with_defaults=True)
-    return StorageConfig(
+    return StorageStatus(
         global_unique_name=raw.global_unique_name,
         type=_TYPES.get(field, StorageType.UNSPECIFIED),
         spec=spec,
         check_storage_available_when_open=raw.check_storage_available_when_open,
+        enabled=not raw.disabled,
+        unavailable_reason=raw.unavailable_reason,
     )
 
 

@@ -23,6 +23,8 @@ TEXT_FIELD_BYTES_MAX = 4_096
 """Other texts of an entity (a model's name, a path of a storage), in UTF-8 bytes."""
 STORAGE_CANDIDATES_PER_GROUP_MAX = 256
 PASSWORD_BYTES_MAX = 1_024
+REGISTRY_QUEUE_S_MAX = 10.0
+"""A registry change that waited longer for those before it is refused, not begun."""
 REPLY_BYTES_DEFAULT = 4 * 1024 * 1024
 """What a default gRPC client accepts."""
 RECEIVE_BYTES_DEFAULT = 64 * 1024 * 1024

@@ -107,6 +107,12 @@ class StorageConfig(Entity):
     enabled: bool = True
 
 
+class StorageStatus(StorageConfig):
+    """A storage as listed; ``unavailable_reason`` is empty while it can be used."""
+
+    unavailable_reason: str = ""
+
+
 class QuotaConfig(Entity):
     """Capacity in bytes for one storage type inside a group."""
 

@@ -199,8 +199,8 @@ class InstanceIndex(InstanceLoader):
     def _unlink(self, extent: Extent) -> None:
         self.row_generation += 1
         if self.rows:
-            for key in array_of(extent.keys):
-                self.rows.pop(key, None)
+            for key in self.rows.keys() & set(array_of(extent.keys)):
+                del self.rows[key]
 
     async def _row_commits(
         self, extent: Extent, old_refs: Mapping[int, RowRefs]
@@ -221,7 +221,8 @@ class InstanceIndex(InstanceLoader):
             for at, position in enumerate(order.tolist()):
                 kept = old_refs.get(position, ())
                 values[at] = b"".join(records.encode_ref(e, p) for e, p in kept) + values[at]
-        writes = list(map(Write._make, zip(repeat(Table.ROWS), raw_keys, values)))
+        # Plain tuples: thousands of named ones cost as much as writing them.
+        writes = list(zip(repeat(Table.ROWS), raw_keys, values))
         return [(number, [Mutation(writes=writes[a:b])]) for number, a, b in parts]
 
     async def delete_rows(self, extent: Extent) -> int:

@@ -61,6 +61,10 @@ class Write(NamedTuple):
     value: bytes | None
 
 
+PlainWrite = tuple[Table, bytes, bytes | None]
+"""A ``Write``, or the same as a plain tuple where there are thousands."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """Writes and counter changes that apply together, or not at all when a compare fails.
@@ -69,7 +73,7 @@ class Mutation:
     writes of one record the later counts. Counters are signed 64-bit sums and may be negative.
     """
 
-    writes: Sequence[Write] = ()
+    writes: Sequence[PlainWrite] = ()
     compare: Sequence[Compare] = ()
     counters: Mapping[bytes, int] = field(default_factory=dict)
 

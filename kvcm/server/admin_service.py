@@ -16,6 +16,7 @@ from kvcm.server.calls import Call
 from kvcm.server.callstats import CallStats
 from kvcm.server.leadership import Leadership
 from kvcm.server.meta_service import MetaService
+from kvcm.storage_backends.factory import with_former_root
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class AdminService:
         if _moves(stored, config):
             if not call.request.force_update:
                 self._refuse_while_used(name, "force_update")
-            await self._put_opened(config, expect_new=False)
+            await self._put_opened(with_former_root(config, stored), expect_new=False)
             await self._cache.drop_storage(name)
         else:
             await self._put_opened(config, expect_new=False)
@@ -93,8 +94,11 @@ class AdminService:
         await self._registry.set_storage_enabled(call.request.storage_unique_name, False)
 
     async def ListStorage(self, call: AnyCall) -> None:
-        for _, config in sorted(self._registry.view.storages.items()):
-            pb_entities.fill_storage(call.response.storage.add(), config)
+        for name, config in sorted(self._registry.view.storages.items()):
+            shown = call.response.storage.add()
+            pb_entities.fill_storage(shown, config)
+            shown.disabled = not config.enabled
+            shown.unavailable_reason = self._backends.detail(name)
 
     # -- groups
 
@@ -258,7 +262,7 @@ def _storage(request: Any) -> StorageConfig:
 
 
 # A change of these leaves the blocks where they are.
-_HARMLESS = frozenset({"key_count_per_file", "touch_file_when_create"})
+_HARMLESS = frozenset({"key_count_per_file", "touch_file_when_create", "former_roots"})
 
 
 def _moves(stored: StorageConfig, wanted: StorageConfig) -> bool:

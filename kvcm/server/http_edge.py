@@ -133,8 +133,12 @@ class HttpApi:
                 # A turn of the loop, in which a pending disconnect comes through.
                 await asyncio.sleep(0)
                 if not left.done():
-                    await _send(send, HTTPStatus.OK, reply.body)
-                    delivered = True
+                    await _send(send, HTTPStatus.OK, reply.body, is_last=False)
+                    # Waits until the client has taken all but the last bytes, or is gone.
+                    await send({"type": "http.response.body", "body": b"", "more_body": True})
+                    await asyncio.sleep(0)
+                    delivered = not left.done()
+                    await send({"type": "http.response.body", "body": b""})
         finally:
             left.cancel()
             if not delivered:
@@ -164,7 +168,12 @@ async def _run(endpoint: Endpoint, body: bytes) -> Reply:
 
 
 async def _send(
-    send: Send, status: HTTPStatus, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    send: Send,
+    status: HTTPStatus,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    is_last: bool = True,
 ) -> None:
     start: Message = {
         "type": "http.response.start",
@@ -172,7 +181,7 @@ async def _send(
         "headers": [_JSON, (b"content-length", str(len(body)).encode()), *headers],
     }
     await send(start)
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 class _Server(uvicorn.Server):

@@ -52,11 +52,12 @@ class CacheOptions(_Section):
     shards_max: int = Field(default=64, ge=limits.SHARDS_MIN, le=limits.SHARDS_MAX)
     """Upper bound of an instance's shards."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> CacheOptions:
-        if self.write_timeout_s_default > self.write_timeout_s_max:
-            raise ValueError("write_timeout_s_default is above write_timeout_s_max")
-        return self
+    @field_validator("shards_max")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
 
 
 class RocksDbOptions(_Section):

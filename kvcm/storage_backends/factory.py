@@ -6,7 +6,7 @@ from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import Unsupported
 from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
-from kvcm.storage_backends.posix import PosixBackend
+from kvcm.storage_backends.posix import PosixBackend, root_of
 
 _POSIX = (StorageType.NFS, StorageType.HF3FS)
 
@@ -34,3 +34,12 @@ def validate_config(config: StorageConfig) -> None:
         Unsupported, InvalidArgument: as ``build_backend``.
     """
     build_backend(config, SystemClock())
+
+
+def with_former_root(config: StorageConfig, stored: StorageConfig) -> StorageConfig:
+    """``config`` that still knows the root of ``stored``, so that what lies there is deleted."""
+    if stored.type is not config.type or stored.type not in _POSIX:
+        return config
+    former = dict.fromkeys([*stored.spec.get("former_roots", ()), root_of(stored)])
+    spec = {**config.spec, "former_roots": list(former)}
+    return config.model_copy(update={"spec": spec})

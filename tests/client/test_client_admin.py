@@ -22,6 +22,7 @@ from kvcm.core.types import (
     QuotaConfig,
     ReclaimPolicy,
     StorageConfig,
+    StorageStatus,
     StorageType,
     TriggerStrategy,
 )
@@ -91,8 +92,12 @@ async def test_storages_go_there_and_come_back(manager: StandIn, driver: Driver)
     assert added.storage == updated.storage
     assert updated.force_update
     assert added.storage.nfs.root_path == "/tmp/nfs/"
+    added.storage.disabled = True
+    added.storage.unavailable_reason = "root is gone"
     manager.answers("ListStorage", storage=[added.storage])
-    assert await driver.call("list_storage") == (NFS,)
+    (listed,) = await driver.call("list_storage")
+    shown = {**NFS.model_dump(), "enabled": False, "unavailable_reason": "root is gone"}
+    assert listed == StorageStatus(**shown)
 
 
 @pytest.mark.parametrize(

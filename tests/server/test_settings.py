@@ -113,7 +113,7 @@ def test_variables_that_kubernetes_sets_for_a_service_named_kvcm_are_not_ours() 
         ({"host": " "}, {}, "--host"),
         ({"drain_s": "nan"}, {}, "--drain-s"),
         ({"cache.shards_max": 8}, {}, "--set cache.shards_max"),
-        ({"cache.write_timeout_s_max": 5}, {}, "write_timeout_s_default is above"),
+        ({"cache.shards_max": 48}, {}, "must be a power of two"),
         ({"receive_bytes_max": 1 << 31}, {}, "--receive-bytes-max"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import rocksdict
 
-from kvcm.metaindex.store import ShardId, Write
+from kvcm.metaindex.store import ShardId, PlainWrite
 from kvcm.metaindex.stores.rocksdb_layout import META_TABLE, Meta
 
 
@@ -28,7 +28,7 @@ class Batch:
         self.places.append(place)
         self.raw.put(meta.prefixes[META_TABLE], encoded)
 
-    def extend(self, prefixes: Sequence[bytes], writes: Sequence[Write]) -> None:
+    def extend(self, prefixes: Sequence[bytes], writes: Sequence[PlainWrite]) -> None:
         """A mutation's writes."""
         put, delete = self.raw.put, self.raw.delete
         for table, key, value in writes:
