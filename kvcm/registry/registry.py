@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from kvcm.registry.view import RegistryView
 from kvcm.registry.worker import SqlWorker
 
 T = TypeVar("T")
+R = TypeVar("R")
 Subscriber = Callable[[RegistryView], None]
 
 _LOG = logging.getLogger(__name__)
@@ -144,7 +146,7 @@ class Registry:
     async def next_epoch(self) -> int:
         """A number, 1 or more, greater than all given before; durable before it is returned."""
         self._check_open()
-        return await self._worker.submit(self._next_epoch)
+        return await self._submit(self._next_epoch)
 
     async def bootstrap(
         self, storages: Iterable[StorageConfig], groups: Iterable[InstanceGroup]
@@ -330,10 +332,22 @@ class Registry:
 
     async def _run(self, rule: Callable[[Draft], T], *, write: bool) -> T:
         self._check_open()
-        result, _ = await self._worker.submit(
+        result, _ = await self._submit(
             lambda: self._apply(rule, write), lambda outcome: self._publish(outcome[1])
         )
         return result
+
+    def _submit(
+        self, work: Callable[[], R], on_done: Callable[[R], None] | None = None
+    ) -> asyncio.Future[R]:
+        asked = self._clock.monotonic()
+
+        def unless_too_late() -> R:
+            if self._clock.monotonic() - asked > limits.REGISTRY_QUEUE_S_MAX:
+                raise Unavailable("the registry database answers too slowly; nothing was changed")
+            return work()
+
+        return self._worker.submit(unless_too_late, on_done)
 
     def _publish(self, view: RegistryView) -> None:
         if self._view is not None and self._view.revision == view.revision:

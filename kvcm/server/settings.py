@@ -15,9 +15,16 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvcm.core import limits
 from kvcm.core.errors import ConfigError
@@ -80,7 +87,14 @@ class Settings(_Section):
     admin_http_port: int = Field(default=6492, ge=0, le=65535)
     data_dir: Path = Path("kvcm-data")
     registry_url: str = ""
-    """Default: SQLite in the data directory."""
+    """``sqlite:///PATH`` or ``postgresql://USER@HOST/DATABASE``; default: SQLite in the data
+    directory."""
+    registry_password: SecretStr = SecretStr("")
+    """Of a registry_url without one."""
+    registry_password_file: Path | None = None
+    """A file that holds it, for instance a mounted secret."""
+    registry_auto_migrate: bool | None = None
+    """Bring an older registry schema up to date at start. Default: SQLite only."""
     index_url: str = ""
     """``rocksdb:PATH`` or ``memory:``; default: RocksDB in the data directory."""
     bootstrap: Path | None = None
@@ -130,6 +144,12 @@ class Settings(_Section):
         if scheme == "memory" or (scheme == "rocksdb" and path):
             return value
         raise ValueError("is neither rocksdb:PATH nor memory:")
+
+    @model_validator(mode="after")
+    def _one_password(self) -> Settings:
+        if self.registry_password.get_secret_value() and self.registry_password_file:
+            raise ValueError("registry_password and registry_password_file are both set")
+        return self
 
     @model_validator(mode="after")
     def _ports_apart(self) -> Settings:
@@ -210,6 +230,8 @@ def to_dict(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(settings.model_dump_json(exclude_none=True))
     for key in ("registry_url", "index_url"):
         values[key] = without_secrets(values[key])
+    if values.pop("registry_password"):
+        values["registry_password"] = HIDDEN
     return values
 
 
@@ -223,18 +245,14 @@ def to_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
+_USER_INFO = re.compile(r"\A([\w+.-]+://[^:/@?]*):.*@")
 _SECRET_PARAM = re.compile(r"((?:password|passwd|pwd|token|secret)[^=&]*)=[^&]*", re.IGNORECASE)
 
 
 def without_secrets(url: str) -> str:
     """The URL with its password, and parameters that look like one, hidden."""
-    parts = urlsplit(url)
-    netloc = parts.netloc
-    if "@" in netloc:
-        user, _, host = netloc.rpartition("@")
-        if ":" in user:
-            netloc = f"{user.partition(':')[0]}:{HIDDEN}@{host}"
-    hidden = url.replace(parts.netloc, netloc, 1) if netloc != parts.netloc else url
+    # Up to the last @: a password that is not percent-encoded may hold any of /, ? and @.
+    hidden = _USER_INFO.sub(rf"\1:{HIDDEN}@", url)
     base, mark, query = hidden.partition("?")
     return base + mark + _SECRET_PARAM.sub(rf"\1={HIDDEN}", query)
 

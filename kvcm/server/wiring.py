@@ -9,9 +9,11 @@ from kvcm.cache.api import CacheService
 from kvcm.cache.base import CacheSettings
 from kvcm.cache.manager import CacheManager
 from kvcm.core.clock import Clock
+from kvcm.core.errors import ConfigError
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.reclaimer.loops import Surroundings, build_loops
+from kvcm.registry.database import with_password
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
 from kvcm.server.settings import Settings
@@ -44,7 +46,29 @@ class BuildCache(Protocol):
 
 def build_registry(settings: Settings, clock: Clock) -> Registry:
     """The registry, not open yet; raises ConfigError for a bad URL."""
-    return Registry(settings.registry_url, clock, shards_max=settings.cache.shards_max)
+    return Registry(
+        registry_url(settings),
+        clock,
+        auto_migrate=settings.registry_auto_migrate,
+        shards_max=settings.cache.shards_max,
+    )
+
+
+def registry_url(settings: Settings) -> str:
+    """The URL with its password, which may come from elsewhere.
+
+    Raises:
+        ConfigError: a bad URL, or a password file that cannot be read; without the password.
+    """
+    secret, file = settings.registry_password.get_secret_value(), settings.registry_password_file
+    if file is not None:
+        try:
+            secret = file.read_text(encoding="utf-8").rstrip("\r\n")
+        except OSError as error:
+            raise ConfigError(f"registry_password_file {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"registry_password_file {file} is not UTF-8") from None
+    return with_password(settings.registry_url, secret) if secret else settings.registry_url
 
 
 def build_store(settings: Settings, clock: Clock) -> KVStore:
