@@ -57,5 +57,11 @@ STORAGE_JOBS_MAX = 1_024
 """Blocking jobs that wait for those threads; a hung mount refuses the next ones."""
 NAMES_PER_JOB_MAX = 256
 """Names that one such job deletes, checks or creates."""
+COPY_COMMIT_BYTES_MAX = 1 << 20
+"""Keys and values in one commit of `kvcm index copy`."""
+COPY_COMMIT_RECORDS_MAX = 256
+"""Records in one such commit."""
+COPY_SHARDS_AT_ONCE = 8
+"""Shards that are copied at the same time."""
 TRACE_LINE_BYTES_MAX = 16 * 1024 * 1024
 """One row of a request trace, decompressed."""
