@@ -11,6 +11,7 @@ from kvcm.metaindex import bits
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.readcache import Ref, View
 from kvcm.metaindex.reading import RowRefs
+from kvcm.metaindex.records import Phase
 
 _CHUNK_FIRST = 64
 _CHUNK_MAX = 2048
@@ -65,7 +66,7 @@ class Scan:
 
     def _take(self, i: int, end: int, refs: Sequence[Ref], usable: Usable) -> int:
         for view, position in refs:
-            ok = usable(view) if view.alive else 0
+            ok = usable(view) if not view.gone else 0
             if not ok >> position & 1:
                 continue
             count = min(view.match(position, KeyForm.RAW, self.raw, 8 * i), end - i)
@@ -102,7 +103,10 @@ class Scan:
     def intact(self) -> bool:
         """Whether nothing that was found has gone, or is being evicted, since."""
         return all(
-            s.view.alive and s.view.entry is not None and not s.view.entry.leaving
+            not s.view.gone
+            and s.view.entry is not None
+            and s.view.entry.phase in (Phase.OPEN, Phase.SETTLED)
+            and not s.view.entry.leaving
             for s in self.segments
         )
 

@@ -112,7 +112,7 @@ class PrefixWalk:
     def _take(self, refs: Sequence[Ref]) -> View | None:
         """Answer from the first usable reference; None ends the walk."""
         for view, position in refs:
-            shown = view.shown(self.selector) if view.alive else None
+            shown = view.shown(self.selector) if not view.gone else None
             if shown is None or not shown.ok >> position & 1 or not self._readable(view):
                 continue
             count = view.match(position, self.batch.form, self.batch.data, self.at)

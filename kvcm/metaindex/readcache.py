@@ -28,7 +28,11 @@ Ref = tuple["View", int]
 
 
 class View:
-    """One extent, ready to be compared and answered. ``alive`` ends when it leaves the cache."""
+    """One extent, ready to be compared and answered.
+
+    ``alive`` ends when it leaves the cache. ``gone`` is set when it left because its extent was
+    about to change; one that only made room is still right for the request that holds it.
+    """
 
     __slots__ = (
         "_covering",
@@ -42,6 +46,7 @@ class View:
         "entry",
         "extent",
         "following",
+        "gone",
         "hot",
         "live",
         "owner",
@@ -74,6 +79,7 @@ class View:
         is_open = state.phase is Phase.OPEN
         self.live = everything & ~state.cancelled if is_open else self.serving
         self.alive = True
+        self.gone = False
         self.hot = False
         self.following: View | None = None
         self.row_keys: list[int] = []
@@ -205,6 +211,7 @@ class ReadCache:
         """Drop one extent's view."""
         view = self.views.pop(extent_id, None)
         if view is not None:
+            view.gone = True
             view.drop()
 
     def clear_instance(self, rows: dict[int, tuple[Ref, ...]]) -> None:
