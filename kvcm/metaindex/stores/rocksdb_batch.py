@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import rocksdict
 
-from kvcm.metaindex.store import ShardId, PlainWrite
+from kvcm.metaindex.store import PlainWrite, ShardId
 from kvcm.metaindex.stores.rocksdb_layout import META_TABLE, Meta
 
 

@@ -1,0 +1,67 @@
+"""Is this server fit for an index? Asked once, when a store is opened."""
+
+from __future__ import annotations
+
+import logging
+
+from kvcm.core.errors import ConfigError, Unavailable
+from kvcm.metaindex.stores.valkey_url import ValkeyConfig
+from kvcm.metaindex.stores.valkey_wire import Node, pack
+
+_log = logging.getLogger(__name__)
+_VERSION_MIN = (7, 0)
+"""Scripts with flags; Valkey of every version reports as Redis 7.2 or later."""
+
+
+async def check_server(node: Node, config: ValkeyConfig) -> None:
+    """Log what the server does with our records, loudly where it may lose them.
+
+    Raises:
+        ConfigError: the server is too old, or is no cluster though the URL says so.
+        Unavailable: it does not answer.
+    """
+    facts = await _info(node)
+    version = facts.get("valkey_version") or facts.get("redis_version", "")
+    like = tuple(int(part) for part in facts.get("redis_version", "0").split(".")[:2])
+    if like < _VERSION_MIN:
+        raise ConfigError(f"index store at {node.address}: version {version}, needs Redis 7.0")
+    if facts.get("role") == "slave":
+        _log.error("index store at %s is a replica: it takes no writes", node.address)
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        _log.error(
+            "index store at %s: maxmemory-policy is %s. It may drop parts of the index when memory "
+            "is short: blocks become misses, whole shards are emptied. Set it to noeviction.",
+            node.address,
+            policy,
+        )
+    _log.info("index store at %s: %s %s", node.address, version, durability(facts, config))
+    if facts.get("aof_enabled") == "0":
+        _log.warning(
+            "index store at %s: appendonly is off, a restart of it empties the index or takes it "
+            "back to its last snapshot",
+            node.address,
+        )
+
+
+def durability(facts: dict[str, str], config: ValkeyConfig) -> str:
+    """What survives, in words."""
+    if facts.get("aof_enabled") == "1":
+        text = "with an append-only file (what its end may lack is set by appendfsync)"
+    else:
+        text = "without an append-only file (a restart loses what the last snapshot lacks)"
+    if config.wait_replicas:
+        return f"{text}; bytes are deleted when {config.wait_replicas} replicas know of it"
+    replicas = facts.get("connected_slaves", "0")
+    if replicas != "0":
+        return f"{text}; {replicas} replicas, not waited for (wait_replicas)"
+    return text
+
+
+async def _info(node: Node) -> dict[str, str]:
+    exchange = await node.exchange(pack((b"INFO",)), 1)
+    (reply,) = exchange.replies or [None]
+    if not isinstance(reply, bytes):
+        raise Unavailable(f"index store at {node.address}: {exchange.failure or reply}")
+    lines = reply.decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
