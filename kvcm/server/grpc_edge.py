@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -105,11 +106,12 @@ def _granting(endpoint: Endpoint) -> Callable[[bytes, _Context], Awaitable[None]
         reply = await _reply(endpoint, data, context)
         try:
             await context.write(reply.body)
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             # Cancelled, past its deadline, or the connection broke while the reply was sent.
             if reply.lost is not None:
                 reply.lost()
-            raise
+            # Any other error would be logged as a fault of ours.
+            raise asyncio.CancelledError from None
         remaining = context.time_remaining()
         if reply.lost is not None and remaining is not None and remaining <= 0:
             reply.lost()

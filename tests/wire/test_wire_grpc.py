@@ -448,6 +448,59 @@ def test_what_an_http_client_that_left_was_granted_is_freed(server, here: Instan
     all_is_freed(here)
 
 
+def literal(name: str, value: str) -> bytes:
+    """A header field that is in no table (HPACK)."""
+    return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+def is_granted(instance: Instance) -> bool:
+    usage = instance.wire.server.http.get(instance.wire.server.url("/v1/usage", admin=True)).json()
+    return bool(usage["instances"][instance.id]["open_blocks"])
+
+
+def test_a_grpc_client_that_leaves_in_the_middle_of_the_reply_keeps_no_grant(server, here):
+    """Bare HTTP/2 without window updates: of a reply of megabytes only 64 KiB can leave."""
+    message = start_bytes(here, 0)
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/{PACKAGES[False][0]}/StartWriteCache",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    body = b"\0" + struct.pack(">I", len(message)) + message
+    with closing(socket.create_connection(("127.0.0.1", server.port("grpc")), timeout=10)) as link:
+        link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        link.sendall(frame(1, 4, 1, b"".join(literal(*pair) for pair in headers.items())))
+        for start in range(0, len(body), 16_384):
+            piece = body[start : start + 16_384]
+            link.sendall(frame(0, start + 16_384 >= len(body), 1, piece))
+        received = 0
+        file = link.makefile("rb")
+        while received < 65_535:
+            head = file.read(9)
+            payload = file.read(int.from_bytes(head[:3], "big"))
+            received += len(payload) if head[3] == 0 else 0
+        file.close()
+        assert is_granted(here)
+    all_is_freed(here)
+
+
+def test_an_http_client_that_leaves_in_the_middle_of_the_reply_keeps_no_grant(server, here):
+    keys = list(range(60_000))
+    body = json.dumps({"instance_id": here.id, "block_keys": keys, "write_timeout_seconds": 3600})
+    head = f"POST /api/startWriteCache HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n"
+    with closing(socket.socket()) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.settimeout(60)
+        link.connect(("127.0.0.1", server.port("http")))
+        link.sendall((head + body).encode())
+        assert link.recv(1000).startswith(b"HTTP/1.1 200")
+        assert is_granted(here)
+    all_is_freed(here)
+
+
 def test_a_deadline_ends_the_call_when_it_is_due(server: Server, here: Instance):
     keys = list(range(200_000))
     request = meta_pb2.StartWriteCacheRequest(instance_id=here.id, block_keys=keys)

@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import httpx
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvcm._pb import admin_pb2, meta_pb2
@@ -249,11 +250,19 @@ def shown(message: Message) -> Json:
     tree: Json = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    status = tree["header"]["status"]
-    if not status["reason"]:
-        # An addition (field 100): not printed when it says nothing.
-        del status["reason"]
+    _drop_silent_additions(tree, message.DESCRIPTOR)
     return tree
+
+
+def _drop_silent_additions(tree: Json, kind: Descriptor) -> None:
+    """Fields from 100 up are not printed when they say nothing (wire.md, rules for evolution)."""
+    for described in kind.fields:
+        value = tree.get(described.name)
+        if described.number >= 100 and not value:
+            tree.pop(described.name, None)
+        elif described.message_type is not None and value:
+            for item in value if described.is_repeated else [value]:
+                _drop_silent_additions(item, described.message_type)
 
 
 def lower_camel(method: str) -> str:
