@@ -171,7 +171,7 @@ def test_the_last_of_a_repeated_scalar_field_wins(server: Server, here: Instance
 
 
 @settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(data=st.binary(max_size=100), method=st.sampled_from(SAFE))
 def test_any_bytes_are_answered_or_refused(server: Server, data, method):

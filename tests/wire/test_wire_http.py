@@ -347,7 +347,7 @@ def fields_of(method: str, admin: bool) -> list[str]:
 
 
 @settings(
-    max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(data=st.data(), method=st.sampled_from(SAFE))
 def test_any_json_is_answered_with_json_and_a_status_of_the_table(server: Server, data, method):
@@ -383,7 +383,7 @@ def test_any_bytes_are_answered_with_json(server: Server, body, method):
 
 
 @settings(
-    max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(path=st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), max_size=30))
 def test_any_path_is_answered_with_a_status_of_the_table(server: Server, path):
