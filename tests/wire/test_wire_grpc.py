@@ -226,7 +226,8 @@ def test_more_keys_than_the_limit_are_refused_naming_it(server, number, field, l
     head = meta_pb2.GetCacheLocationRequest(instance_id="nobody", query_type=2).SerializeToString()
 
     def status(count: int) -> meta_pb2.Status:
-        data = server.call_raw("GetCacheLocation", head + packed(number, [1] * count))
+        ones = bytes([number << 3 | 2]) + varint(count) + b"\x01" * count
+        data = server.call_raw("GetCacheLocation", head + ones)
         return meta_pb2.GetCacheLocationResponse.FromString(data).header.status
 
     assert status(limit).code == meta_pb2.INSTANCE_NOT_EXIST
