@@ -93,6 +93,8 @@ class Session:
     over: str = "open"
     mask: list[bool] = field(default_factory=list)
     trimmed: bool = False
+    late: bool = False
+    """Past its time-out, but the store may not know yet: the next manager may give it more time."""
 
 
 class Service(RuleBasedStateMachine):
@@ -182,6 +184,7 @@ class Service(RuleBasedStateMachine):
             late = session.deadline <= self.now
             if session.over == "open" and late:
                 session.over = "dead"
+                session.late = True
                 self.retire(session.blocks, only="open")
             if session.over == "maybe" and (late or drained):
                 # Open ones died; what was published stays, so blocks stay as they are.
@@ -220,6 +223,13 @@ class Service(RuleBasedStateMachine):
         """Time passes and the loops run."""
         self.guarded(self.h.wait(seconds), maybe=[])
         self.settle_model()
+        self.looped()
+
+    def looped(self) -> None:
+        """The loops ran, and undisturbed: what is past its time-out is so in the store, too."""
+        if not self.faulty:
+            for session in self.sessions:
+                session.late = False
 
     @rule(seconds=st.sampled_from([-100_000.0, -5.0, 7.0, 100_000.0]))
     def jump(self, seconds: float) -> None:
@@ -230,7 +240,9 @@ class Service(RuleBasedStateMachine):
     @rule()
     def round(self) -> None:
         """The loops run once."""
+        self.settle_model()
         self.guarded(self.h.round(), maybe=[])
+        self.looped()
 
     @rule(rate=st.sampled_from([0.02, 0.1, 0.4]), seed=st.integers(0, 1000))
     def trouble(self, rate: float, seed: int) -> None:
@@ -254,7 +266,9 @@ class Service(RuleBasedStateMachine):
         """The index store works again."""
         self.faulty = False
         self.h.store.plan = no_faults
+        self.settle_model()
         self.run(self.h.rounds(2))
+        self.looped()
 
     @rule(graceful=st.booleans())
     def restart(self, graceful: bool) -> None:
@@ -268,6 +282,10 @@ class Service(RuleBasedStateMachine):
         self.settle_model()
         for session in self.sessions:
             session.deadline = max(session.deadline, self.now + session.timeout)
+            if session.late:
+                session.over = "maybe"
+                for block in session.blocks:
+                    block.state = "maybe"
 
     def expected(self, error: BaseException) -> None:
         """Only an injected fault may show."""
