@@ -69,9 +69,9 @@ def copy_command(
         _check(source, target, resume=resume, force=force)
     except ConfigError as error:
         fail(str(error), 2)
-    with one_line_errors(), _progress(quiet=quiet or as_json) as bar:
+    with one_line_errors():
         try:
-            with _held(source.data_dir):
+            with _held(source.data_dir), _progress(quiet=quiet or as_json) as bar:
                 report, unknown = asyncio.run(_copy(source, target, bar, resume, force))
         except ConfigError as error:
             fail(str(error), 2)
@@ -153,13 +153,14 @@ def _spaces(view: RegistryView) -> list[Space]:
 
 
 class Bar:
-    """Shows a copy's progress on a terminal."""
+    """Shows a copy's progress, from the first step on."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("copying", total=None, records=0)
 
     def __call__(self, now: copy.Progress) -> None:
+        self._progress.start()
         self._progress.update(
             self._task, completed=now.shards_done, total=now.shards, records=now.records
         )
@@ -167,16 +168,20 @@ class Bar:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Bar]:
-    with Progress(
+    console = err_console()
+    progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("shards, {task.fields[records]:,} records"),
         TimeElapsedColumn(),
-        console=err_console(),
-        disable=quiet,
-    ) as progress:
+        console=console,
+        disable=quiet or not console.is_terminal,
+    )
+    try:
         yield Bar(progress)
+    finally:
+        progress.stop()
 
 
 def _print(

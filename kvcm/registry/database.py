@@ -142,6 +142,14 @@ def transaction(engine: Engine, *, write: bool) -> Iterator[Connection]:
         yield connection
 
 
+def is_new(connection: Connection) -> bool:
+    """Whether this is the first transaction since it was connected: what was known of the database
+    before may be wrong, since a failed-over server can have lost its latest commits."""
+    first = "kvcm_known" not in connection.info
+    connection.info["kvcm_known"] = True
+    return first
+
+
 def lock_schema(connection: Connection) -> None:
     """Keeps two starting managers from creating or migrating the schema at once.
 

@@ -95,6 +95,7 @@ class Registry:
         self._worker = SqlWorker()
         self._subscribers: list[Subscriber] = []
         self._view: RegistryView | None = None
+        self._published: RegistryState | None = None
         self._is_open = False
         # Below: touched by the worker thread only.
         self._engine: Engine | None = None
@@ -349,10 +350,12 @@ class Registry:
 
         return self._worker.submit(unless_too_late, on_done)
 
-    def _publish(self, view: RegistryView) -> None:
-        if self._view is not None and self._view.revision == view.revision:
+    def _publish(self, state: RegistryState) -> None:
+        # Not by revision: a database that lost its latest changes gives their numbers again.
+        if state is self._published:
             return
-        self._view = view
+        self._published = state
+        self._view = view = state.view()
         for callback in tuple(self._subscribers):
             try:
                 callback(view)
@@ -361,7 +364,7 @@ class Registry:
 
     # -- in the worker thread
 
-    def _open(self) -> RegistryView:
+    def _open(self) -> RegistryState:
         self._engine = engine = database.open_engine(self._url)
         try:
             with database.transaction(engine, write=True) as connection:
@@ -374,7 +377,7 @@ class Registry:
             raise ConfigError(
                 f"cannot open the registry at {database.shown(self._url)}: {database.reason(error)}"
             ) from error
-        return self._state.view()
+        return self._state
 
     def _first_state(self) -> dict[str, object]:
         return {
@@ -387,7 +390,7 @@ class Registry:
             "next_instance_number": 1,
         }
 
-    def _apply(self, rule: Callable[[Draft], T], write: bool) -> tuple[T, RegistryView]:
+    def _apply(self, rule: Callable[[Draft], T], write: bool) -> tuple[T, RegistryState]:
         """Runs one rule in one transaction, on the state as it is in the database."""
         with self._transaction(write) as transaction:
             current = select(STATE.c.revision)
@@ -402,7 +405,7 @@ class Registry:
                 state = draft.flush(transaction.connection)
                 transaction.commit()
         self._state = state
-        return result, state.view()
+        return result, state
 
     def _next_epoch(self) -> int:
         with self._transaction(write=True) as transaction:
@@ -420,6 +423,8 @@ class Registry:
         try:
             with database.transaction(self._engine, write=write) as connection:
                 transaction = _Transaction(connection)
+                if database.is_new(connection):
+                    self._state = None
                 yield transaction
         except SQLAlchemyError as error:
             self._state = None

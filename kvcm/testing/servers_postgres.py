@@ -35,7 +35,6 @@ _STOP_S = 20.0
 _OPTIONS = (
     "fsync=off",
     "full_page_writes=off",
-    "synchronous_commit=off",
     "autovacuum=off",
     "jit=off",
     "shared_buffers=16MB",
