@@ -123,7 +123,7 @@ class Lookup:
         refs = index.rows.get(key)
         if refs is not None:
             return refs[0][0].entry
-        for extent_id, _ in (await index.rows_of([key]))[0]:
+        for extent_id, _ in (await index.rows_of([key], partial=True))[0]:
             entry = index.book.entries.get(extent_id)
             if entry is not None and entry.phase in (Phase.OPEN, Phase.SETTLED):
                 return entry
@@ -139,7 +139,7 @@ class Lookup:
             raise InvalidArgument(f"sw_size {window} is not within 0 and the {count} keys")
         segments: list[Segment] = []
         if not reverse or window:
-            scan = Scan(index, batch.array(), batch.raw())
+            scan = Scan(index, batch.array(), batch.raw(), partial=True)
             await scan.run(0, count, self._shows(index, selector))
             segments = scan.segments
         if reverse:
@@ -189,8 +189,8 @@ class Lookup:
         as_json = request.form is WireForm.JSON
         names = [s.name for s in index.instance.location_spec_infos]
         miss = answers.placeholder(names, 0, as_json)
-        rows = await index.rows_of(wanted)
-        views = await index.views_of({e for row in rows for e, _ in row})
+        rows = await index.rows_of(wanted, partial=True)
+        views = await index.views_of({e for row in rows for e, _ in row}, partial=True)
         pieces: list[bytes] = []
         metas: list[str] = []
         encoded: dict[bytes, list[bytes]] = {}

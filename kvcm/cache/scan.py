@@ -36,10 +36,15 @@ class Scan:
     Attributes:
         segments: what was found, in request order.
         others: for keys that were not found, the references of their rows that still hold a place.
+
+    With ``partial``, what lies in shards that cannot be reached counts as not found.
     """
 
-    def __init__(self, index: InstanceIndex, keys: array[int], raw: bytes) -> None:
+    def __init__(
+        self, index: InstanceIndex, keys: array[int], raw: bytes, *, partial: bool = False
+    ) -> None:
         self.index = index
+        self._partial = partial
         self.keys = keys
         self.raw = raw
         self.segments: list[Segment] = []
@@ -89,10 +94,11 @@ class Scan:
         keys = self.keys[i : min(i + self._chunk, end)]
         self._chunk = min(self._chunk * 4, _CHUNK_MAX)
         generation = self.index.row_generation
-        rows = await self.index.rows_of(keys)
+        rows = await self.index.rows_of(keys, partial=self._partial)
         if not any(rows):
             return len(keys)
-        views = await self.index.views_of({e for refs in rows for e, _ in refs})
+        extent_ids = {e for refs in rows for e, _ in refs}
+        views = await self.index.views_of(extent_ids, partial=self._partial)
         for key, row in zip(keys, rows, strict=True):
             self._loaded[key] = [(views[e], p) for e, p in row if e in views] if row else ()
         first = self._loaded[keys[0]]

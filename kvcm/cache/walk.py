@@ -166,8 +166,9 @@ class PrefixWalk:
             keys = list(array[index : index + self._ahead])
             self._ahead = min(self._ahead * 4, _READ_AHEAD_MAX)
         generation = self.index.row_generation
-        rows = await self.index.rows_of(keys)
-        views = await self.index.views_of([e for refs in rows for e, _ in refs])
+        rows = await self.index.rows_of(keys, partial=True)
+        extent_ids = [e for refs in rows for e, _ in refs]
+        views = await self.index.views_of(extent_ids, partial=True)
         for key, row in zip(keys, rows, strict=True):
             self._loaded[key] = usable = [(views[e], p) for e, p in row if e in views]
             if usable:

@@ -27,6 +27,7 @@ from kvcm.metaindex.store import (
     ShardId,
     Table,
     Write,
+    values_of,
 )
 
 T = TypeVar("T")
@@ -165,7 +166,8 @@ class _Copier:
 
     async def _put(self, shard: ShardId, table: Table, page: Records, *, compare: bool) -> None:
         if compare:
-            (found,) = await self._target.get_many([(shard, [key for key, _ in page])], table)
+            keys = [key for key, _ in page]
+            (found,) = values_of(await self._target.get_many([(shard, keys)], table))
             page = [item for item, old in zip(page, found, strict=True) if item[1] != old]
         for part in _sized(page):
             await self._commit(shard, [Write(table, key, value) for key, value in part])
@@ -176,7 +178,7 @@ class _Copier:
         extra: list[bytes] = []
         async for page in self._target.scan(shard, table, page=_PAGE):
             keys = [key for key, _ in page]
-            (found,) = await self._source.get_many([(shard, keys)], table)
+            (found,) = values_of(await self._source.get_many([(shard, keys)], table))
             extra += [key for key, value in zip(keys, found, strict=True) if value is None]
         for part in _parts(extra, COPY_COMMIT_RECORDS_MAX):
             await self._commit(shard, [Write(table, key, None) for key in part])

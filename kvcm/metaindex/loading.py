@@ -34,8 +34,8 @@ class InstanceLoader(InstanceReader):
         async with self._loading:
             if self.loaded:
                 return
+            await self.shards.ensure(range(HOME_SHARDS))
             for number in range(HOME_SHARDS):
-                await self.shards.ensure([number])
                 await self._load_shard(number)
             self._link()
             self.loaded = True

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcm.core.clock import Clock
-from kvcm.core.errors import CorruptRecord
+from kvcm.core.errors import CorruptRecord, KvcmError
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.core.types import Instance
 from kvcm.metaindex import bits, records
@@ -24,7 +24,7 @@ from kvcm.metaindex.readcache import Ref, View
 from kvcm.metaindex.records import Extent, Phase, State, Trash
 from kvcm.metaindex.shards import Shards, by_shard, shard_of
 from kvcm.metaindex.shared import Shared
-from kvcm.metaindex.store import Table
+from kvcm.metaindex.store import Table, Values, values_of
 
 _log = logging.getLogger(__name__)
 
@@ -132,24 +132,25 @@ class InstanceReader(abc.ABC):
             self.book.unpin(entry)
             self.book.settle(entry)
 
-    async def rows_of(self, keys: Sequence[int]) -> list[RowRefs]:
+    async def rows_of(self, keys: Sequence[int], *, partial: bool = False) -> list[RowRefs]:
         """The references of each key's row, in order; an unreadable row is empty.
+
+        Args:
+            partial: rows in shards that cannot be reached are empty too, unless none can.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store.
         """
         if len(keys) == 1:
             number = shard_of(keys[0], self.shard_count)
-            await self.shards.ensure((number,))
             raw = keys[0].to_bytes(8, "little", signed=True)
-            got = await self.shared.store.get_many([(self.shards.id(number), [raw])], Table.ROWS)
+            got = await self._get([(number, [raw])], Table.ROWS, partial)
             return [self._row(got[0][0])]
         values = np.asarray(keys, dtype=np.int64)
         order, parts = by_shard(values, self.shard_count)
-        await self.shards.ensure(number for number, _, _ in parts)
         raw_keys = raw_row_keys(values[order])
-        asked = [(self.shards.id(n), raw_keys[start:end]) for n, start, end in parts]
-        answers = await self.shared.store.get_many(asked, Table.ROWS)
+        asked = [(number, raw_keys[start:end]) for number, start, end in parts]
+        answers = await self._get(asked, Table.ROWS, partial)
         out: list[RowRefs] = [_NO_REFS] * len(keys)
         for (_, start, _), found in zip(parts, answers, strict=True):
             if found.count(None) == len(found):
@@ -158,6 +159,30 @@ class InstanceReader(abc.ABC):
                 if value is not None:
                     out[order[at]] = self._row(value)
         return out
+
+    async def _get(
+        self, asked: Sequence[tuple[int, Sequence[bytes]]], table: Table, partial: bool
+    ) -> list[Values]:
+        """Records by shard number, from claimed shards; with ``partial`` None for all records of
+        a shard that cannot be reached."""
+        shards = self.shards
+        numbers = [number for number, _ in asked]
+        if not partial:
+            await shards.ensure(numbers)
+            return values_of(
+                await self.shared.store.get_many([(shards.id(n), k) for n, k in asked], table)
+            )
+        reached = await shards.reach(numbers)
+        answers: list[Values | KvcmError] = await self.shared.store.get_many(
+            [(shards.id(n), keys) for n, keys in asked if n in reached], table
+        )
+        got = iter(answers)
+        values: list[Values] = []
+        for number, keys in asked:
+            answer = next(got) if number in reached else None
+            none: Values = [None] * len(keys)
+            values.append(none if answer is None or isinstance(answer, KvcmError) else answer)
+        return values
 
     def _row(self, value: bytes | None) -> RowRefs:
         if value is None:
@@ -168,8 +193,13 @@ class InstanceReader(abc.ABC):
             self.shared.quarantine.add(error)
             return []
 
-    async def views_of(self, extent_ids: Iterable[bytes]) -> Mapping[bytes, View]:
+    async def views_of(
+        self, extent_ids: Iterable[bytes], *, partial: bool = False
+    ) -> Mapping[bytes, View]:
         """Views of those extents that are usable; the others are left out.
+
+        Args:
+            partial: extents in shards that cannot be reached are left out too, unless none can.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store.
@@ -189,7 +219,7 @@ class InstanceReader(abc.ABC):
                     out[extent_id] = opened
         if missing:
             before = list(self._generation)
-            for extent_id, found in (await self._read(missing)).items():
+            for extent_id, found in (await self._read(missing, partial)).items():
                 if found is None or not self.usable(*found):
                     continue
                 view = self.view(*found)
@@ -240,18 +270,17 @@ class InstanceReader(abc.ABC):
             self.rows,
         )
 
-    async def _read(self, extent_ids: Sequence[bytes]) -> dict[bytes, tuple[Extent, State] | None]:
+    async def _read(
+        self, extent_ids: Sequence[bytes], partial: bool = False
+    ) -> dict[bytes, tuple[Extent, State] | None]:
         """Extents and states from the store; None where missing or unreadable."""
         by_shard: dict[int, list[bytes]] = {}
         for extent_id in extent_ids:
             by_shard.setdefault(home_shard(extent_id), []).append(extent_id)
-        await self.shards.ensure(by_shard)
-        store = self.shared.store
-        ids = [(self.shards.id(n), members) for n, members in by_shard.items()]
-        states = await store.get_many(ids, Table.STATES)
-        firsts = await store.get_many(
-            [(s, [records.chunk_key(e, 0) for e in members]) for s, members in ids], Table.EXTENTS
-        )
+        ids = list(by_shard.items())
+        heads = [(n, [records.chunk_key(e, 0) for e in members]) for n, members in ids]
+        states = await self._get(ids, Table.STATES, partial)
+        firsts = await self._get(heads, Table.EXTENTS, partial)
         out: dict[bytes, tuple[Extent, State] | None] = {}
         more: list[tuple[Extent, int, State]] = []
         for (_, members), shard_states, shard_firsts in zip(ids, states, firsts, strict=True):
@@ -272,22 +301,23 @@ class InstanceReader(abc.ABC):
                 else:
                     more.append((extent, count, state))
         if more:
-            await self._read_rest(more, out)
+            await self._read_rest(more, out, partial)
         return out
 
     async def _read_rest(
         self,
         more: Sequence[tuple[Extent, int, State]],
         out: dict[bytes, tuple[Extent, State] | None],
+        partial: bool,
     ) -> None:
         asked = [
             (
-                self.shards.id(home_shard(e.extent_id)),
+                home_shard(e.extent_id),
                 [records.chunk_key(e.extent_id, i) for i in range(1, records.chunk_count(count))],
             )
             for e, count, _ in more
         ]
-        rests = await self.shared.store.get_many(asked, Table.EXTENTS)
+        rests = await self._get(asked, Table.EXTENTS, partial)
         for (extent, count, state), rest in zip(more, rests, strict=True):
             try:
                 out[extent.extent_id] = (records.join_chunks(extent, count, rest), state)

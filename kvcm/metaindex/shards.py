@@ -111,10 +111,50 @@ class Shards:
             Unavailable, OutcomeUnknown, StaleFence: a claim failed.
         """
         fences = self._fences
-        wanted = [n for n in dict.fromkeys(numbers) if n not in fences]
-        if wanted:
+        wanted = list(dict.fromkeys(numbers))
+        # Again, since one that was claimed may come into doubt while the others are.
+        while any(n not in fences for n in wanted):
             async with self._claiming:
                 await self._claim([n for n in wanted if n not in fences])
+
+    async def reach(self, numbers: Sequence[int]) -> set[int]:
+        """Those of ``numbers`` that are claimed, after trying to claim the others.
+
+        Raises:
+            Unavailable, OutcomeUnknown: none is.
+            StaleFence: a claim met another leader's.
+        """
+        try:
+            await self.ensure(numbers)
+        except (Unavailable, OutcomeUnknown):
+            reached = self._fences.keys() & set(numbers)
+            if not reached:
+                raise
+            return reached
+        return set(numbers)
+
+    async def confirm(self, number: int) -> None:
+        """Make sure that what is known of a shard stays, though its server be lost.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: it is not sure now; call again.
+        """
+        await self.ensure((number,))
+        known, fence = self._commits[number], self._fences[number]
+        (safe,) = await self._store.acknowledged([self.id(number)])
+        if isinstance(safe, KvcmError):
+            raise safe
+        if safe < known:
+            self._went_back(number, fence)
+            raise Unavailable(f"the index store lost commits of shard {number}")
+
+    def _went_back(self, number: int, fence: Fence) -> None:
+        """The store knows less of a shard than it had acknowledged: all of it is in doubt."""
+        if self._fences.get(number) == fence:
+            self._lost(number)
+            # Said once; the claim to come takes what number there is.
+            self._commits.pop(number, None)
+            self._doubt(number, fence)
 
     async def _claim(self, missing: list[int]) -> None:
         if not missing:
@@ -184,6 +224,9 @@ class Shards:
         """
         await self.ensure(number for number, _ in parts)
         fences = {n: self._fences[n] for n, _ in parts}
+        # Answers may come in another order than commits were made: only what was known before
+        # a commit was sent tells whether the store went back.
+        known = {n: self._commits[n] for n, _ in parts}
         commits = [ShardCommit(self.id(n), fences[n], muts) for n, muts in parts]
         failure: Exception | None = None
         outcomes: list[Sequence[Outcome]] = []
@@ -199,12 +242,15 @@ class Shards:
         for (number, mutations), result in zip(parts, results, strict=True):
             if result.error is not None:
                 failure = failure or result.error
-                if isinstance(result.error, OutcomeUnknown | StaleFence):
+                if isinstance(result.error, OutcomeUnknown | StaleFence | CorruptRecord):
                     self._doubt(number, fences[number])
                 outcomes.append(())
                 continue
-            if self._fences.get(number, fences[number]) == fences[number]:
-                self._commits[number] = max(self._commits[number], result.commit_number)
+            has_applied = Outcome.APPLIED in result.outcomes
+            if result.commit_number < known[number] + has_applied:
+                self._went_back(number, fences[number])
+            elif self._fences.get(number, fences[number]) == fences[number]:
+                self._commits[number] = max(self._commits.get(number, 0), result.commit_number)
                 self._applied(number, mutations, result.outcomes)
             outcomes.append(result.outcomes)
         if failure is not None:

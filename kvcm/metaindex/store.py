@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+from kvcm.core.errors import KvcmError
 
 VERSION_BYTES = 8
 
@@ -115,6 +117,24 @@ class CommitResult:
     error: Exception | None = None
 
 
+Values: TypeAlias = list[bytes | None]
+"""Records of one shard, position by position; None = absent."""
+
+
+def values_of(answers: Sequence[Values | KvcmError]) -> list[Values]:
+    """The answers of `KVStore.get_many` for a caller who needs them all.
+
+    Raises:
+        Unavailable, CorruptRecord: the first shard that has none.
+    """
+    values: list[Values] = []
+    for answer in answers:
+        if isinstance(answer, KvcmError):
+            raise answer
+        values.append(answer)
+    return values
+
+
 class KVStore(Protocol):
     """What an index store offers. All methods may raise Unavailable; reads need no fence.
 
@@ -126,8 +146,12 @@ class KVStore(Protocol):
 
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
-    ) -> list[list[bytes | None]]:
-        """Values per shard and key, in order; None = absent. One round trip."""
+    ) -> list[Values | KvcmError]:
+        """Values per shard and key, in order; None = absent. One round trip.
+
+        A shard that alone cannot be reached has its Unavailable in place of its values (or
+        CorruptRecord, when its table does not read); when none can, the call raises.
+        """
 
     async def commit(self, commits: Sequence[ShardCommit]) -> list[CommitResult]:
         """Apply each shard's mutations atomically; one result per element, in order.
@@ -143,6 +167,13 @@ class KVStore(Protocol):
         """Raise each shard's fence to ``fence`` (a lower or equal one answers StaleFence).
 
         One answer per shard, in order: the Claim, or an error as in `CommitResult`.
+        """
+
+    async def acknowledged(self, shards: Sequence[ShardId]) -> list[int | KvcmError]:
+        """Per shard a commit number whose commits, and all before, outlive the loss of one server.
+
+        What every replica asked for has; an embedded store has one copy, and answers its latest
+        number. 0 for a shard that nobody claimed; Unavailable where too few replicas answered.
         """
 
     def scan(

@@ -14,6 +14,7 @@ from kvcm.core.errors import KvcmError, NotReady, StaleFence, StorageError
 from kvcm.core.types import Instance, InstanceGroup
 from kvcm.metaindex import bits
 from kvcm.metaindex.book import Entry
+from kvcm.metaindex.ids import home_shard
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.records import Cause, Extent, Phase, State, Trash
@@ -22,6 +23,7 @@ from kvcm.reclaimer.watermark import Excess, excesses
 _log = logging.getLogger(__name__)
 _PER_ROUND = 512
 _BACKOFF_S_FIRST = 1.0
+_LOAD_BACKOFF_S = 0.5
 _BACKOFF_S_MAX = 300.0
 _DELETES_AT_ONCE = 256
 _DELETE_S_MAX = 5.0
@@ -82,12 +84,13 @@ class LoadLoop:
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._not_before: dict[str, float] = {}
 
     async def run_once(self, now: float) -> Report:
         report = Report()
         for index in list(self._around.index.by_uid.values()):
             doubted = index.shards.doubted
-            if index.loaded and not doubted:
+            if (index.loaded and not doubted) or now < self._not_before.get(index.uid, now):
                 continue
             try:
                 if index.loaded:
@@ -96,8 +99,10 @@ class LoadLoop:
                     await index.load()
             except KvcmError as error:
                 _log.warning("loading instance %s: %s", index.uid, error)
+                self._not_before[index.uid] = now + _LOAD_BACKOFF_S
                 report.failed += 1
                 continue
+            self._not_before.pop(index.uid, None)
             report.done += 1
         return report
 
@@ -161,6 +166,14 @@ def retire_with(index: InstanceIndex) -> Callable[[Extent, State], State | None]
     return decide
 
 
+Away = set[tuple[str, int]]
+"""Shards that failed in this round; what lies in others goes on."""
+
+
+def _place(entry: Entry) -> tuple[str, int]:
+    return entry.uid, home_shard(entry.extent_id)
+
+
 class EvictionLoop:
     """Evicts the coldest extents of groups that crossed a mark, deepest first."""
 
@@ -185,12 +198,15 @@ class EvictionLoop:
 
     async def _evict(self, group: str, excess: Excess, report: Report) -> None:
         left = excess.amount
+        away: Away = set()
         by_uid = self._around.index.by_uid
         for entry in list(self._victims(group, excess)):
             if left <= 0 or report.done >= _PER_ROUND:
                 return
             index = by_uid.get(entry.uid)
             if index is None or entry.pins or entry.phase is not Phase.SETTLED:
+                continue
+            if _place(entry) in away:
                 continue
             held = entry.held
             entry.leaving = True
@@ -200,7 +216,7 @@ class EvictionLoop:
                 _log.warning("evicting extent %s: %s", entry.extent_id.hex(), error)
                 report.failed += 1
                 if isinstance(error, NotReady | StaleFence):
-                    return
+                    away.add(_place(entry))
                 continue
             finally:
                 entry.leaving = False
@@ -240,7 +256,10 @@ class TrimLoop:
         for index in list(self._around.index.by_uid.values()):
             if not index.loaded:
                 continue
+            away: Away = set()
             for entry in self._dead(index):
+                if _place(entry) in away:
+                    continue
                 try:
                     if await index.change(entry.extent_id, retire_with(index)) is None:
                         index.book.forget(entry.extent_id)
@@ -249,7 +268,7 @@ class TrimLoop:
                     _log.warning("freeing extent %s: %s", entry.extent_id.hex(), error)
                     report.failed += 1
                     if isinstance(error, NotReady | StaleFence):
-                        break
+                        away.add(_place(entry))
         return report
 
     def _dead(self, index: InstanceIndex) -> list[Entry]:
@@ -366,6 +385,9 @@ class TrashLoop:
 
     async def _delete_one(self, storage: str, pending: _Pending) -> None:
         index, trash = pending.index, pending.trash
+        # Only what cannot come back may lose its bytes: a replica that takes over without the
+        # retiring commit would serve the blocks again.
+        await index.shards.confirm(home_shard(trash.extent_id))
         if index.trash.get(trash.key) != trash:
             return
         if not self._around.registered(storage):
@@ -412,7 +434,10 @@ class ForgetLoop:
             if not index.loaded:
                 continue
             ready = self._ready(index, now)
+            away: Away = set()
             for entry in ready[:_PER_ROUND]:
+                if _place(entry) in away:
+                    continue
                 try:
                     await self._forget(index, entry)
                     report.done += 1
@@ -420,7 +445,7 @@ class ForgetLoop:
                     _log.warning("forgetting extent %s: %s", entry.extent_id.hex(), error)
                     report.failed += 1
                     if isinstance(error, NotReady | StaleFence):
-                        break
+                        away.add(_place(entry))
             if index.closed and not index.book.entries and not index.trash:
                 try:
                     await self._drop(index.instance)

@@ -9,8 +9,17 @@ from enum import Enum
 from functools import partial
 from typing import TypeVar
 
-from kvcm.core.errors import OutcomeUnknown, StaleFence, Unavailable
-from kvcm.metaindex.store import Claim, CommitResult, Fence, KVStore, ShardCommit, ShardId, Table
+from kvcm.core.errors import KvcmError, OutcomeUnknown, StaleFence, Unavailable
+from kvcm.metaindex.store import (
+    Claim,
+    CommitResult,
+    Fence,
+    KVStore,
+    ShardCommit,
+    ShardId,
+    Table,
+    Values,
+)
 
 T = TypeVar("T")
 
@@ -34,7 +43,7 @@ class Op(Enum):
     """The calls a plan tells apart."""
 
     READ = "read"
-    """get_many, scan (per page), sample, count, spaces."""
+    """get_many, acknowledged, scan (per page), sample, count, spaces."""
     COMMIT = "commit"
     CLAIM = "claim"
     DROP = "drop"
@@ -105,7 +114,7 @@ class FaultyStore:
 
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
-    ) -> list[list[bytes | None]]:
+    ) -> list[Values | KvcmError]:
         return await self._read(lambda: self.store.get_many(shard_keys, table))
 
     async def commit(self, commits: Sequence[ShardCommit]) -> list[CommitResult]:
@@ -123,6 +132,9 @@ class FaultyStore:
             answers.append(done if isinstance(done, Exception) else done[0])
         await self._wait()
         return answers
+
+    async def acknowledged(self, shards: Sequence[ShardId]) -> list[int | KvcmError]:
+        return await self._read(lambda: self.store.acknowledged(shards))
 
     async def scan(
         self, shard: ShardId, table: Table, *, page: int = 1024

@@ -111,7 +111,7 @@ class ValkeyServer:
         if self._process.poll() is not None:
             raise _Ended
         try:
-            return self.call("PING") == b"PONG"
+            return bool(self.call("PING") == b"PONG")
         except (OSError, ServerError):
             return False
 

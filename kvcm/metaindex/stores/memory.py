@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvcm.core.clock import Clock, SystemClock
-from kvcm.core.errors import InvalidArgument, Unavailable
+from kvcm.core.errors import InvalidArgument, KvcmError, Unavailable
 from kvcm.metaindex.store import (
     Claim,
     CommitResult,
@@ -19,6 +19,7 @@ from kvcm.metaindex.store import (
     ShardCommit,
     ShardId,
     Table,
+    Values,
 )
 from kvcm.metaindex.stores.common import add_counters, check_shard, matches, pick, stale
 
@@ -84,7 +85,7 @@ class MemoryStore:
 
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
-    ) -> list[list[bytes | None]]:
+    ) -> list[Values | KvcmError]:
         await self._turn()
         return [list(map(self._table(shard, table).get, keys)) for shard, keys in shard_keys]
 
@@ -95,6 +96,11 @@ class MemoryStore:
     async def claim(self, shards: Sequence[ShardId], fence: Fence) -> list[Claim | Exception]:
         await self._turn()
         return [self._claim(shard, fence) for shard in shards]
+
+    async def acknowledged(self, shards: Sequence[ShardId]) -> list[int | KvcmError]:
+        await self._turn()
+        held = map(self._shards.get, shards)
+        return [0 if shard is None else shard.number for shard in held]
 
     async def scan(
         self, shard: ShardId, table: Table, *, page: int = 1024

@@ -23,6 +23,7 @@ from kvcm.metaindex.store import (
     ShardCommit,
     ShardId,
     Table,
+    Values,
 )
 from kvcm.metaindex.stores.common import Turn, add_counters, below, matches, pick, stale
 from kvcm.metaindex.stores.rocksdb_batch import Batch
@@ -93,13 +94,13 @@ class RocksStore:
 
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
-    ) -> list[list[bytes | None]]:
+    ) -> list[Values | KvcmError]:
         get = self._open_db().get
         turn = Turn(self._clock)
-        answers: list[list[bytes | None]] = []
+        answers: list[Values | KvcmError] = []
         for shard, keys in shard_keys:
             join = table_prefix(shard, table).__add__
-            values: list[bytes | None] = []
+            values: Values = []
             for at in range(0, len(keys), _KEYS_A_LOOK):
                 if turn.is_over():
                     await turn.give()
@@ -143,6 +144,10 @@ class RocksStore:
             except KvcmError as error:
                 answers.append(error)
         return answers
+
+    async def acknowledged(self, shards: Sequence[ShardId]) -> list[int | KvcmError]:
+        metas = map(self._meta, shards)
+        return [0 if meta is None else meta.number for meta in metas]
 
     async def scan(
         self, shard: ShardId, table: Table, *, page: int = 1024

@@ -21,6 +21,7 @@ from kvcm.metaindex.store import (
     ShardCommit,
     ShardId,
     Table,
+    Values,
 )
 from kvcm.metaindex.stores.common import Turn, stale
 from kvcm.metaindex.stores.valkey_routes import Request, Router, make_router
@@ -71,9 +72,9 @@ class ValkeyStore:
         return f"ValkeyStore({', '.join(map(str, self._config.addresses))})"
 
     async def open(self) -> None:
-        await self._router.open()
-        self._closed = False
         try:
+            await self._router.open()
+            self._closed = False
             for node in self._router.nodes:
                 await check_server(node, self._config)
         except KvcmError:
@@ -86,7 +87,7 @@ class ValkeyStore:
 
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
-    ) -> list[list[bytes | None] | KvcmError]:
+    ) -> list[Values | KvcmError]:
         self._check_open()
         requests: list[Request] = []
         for shard, keys in shard_keys:

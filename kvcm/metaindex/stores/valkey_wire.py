@@ -140,7 +140,8 @@ class Connection(asyncio.Protocol):
 class Node:
     """One server and a bounded pool of connections to it.
 
-    After a failure callers are refused at once for a moment that grows, then one of them tries.
+    After a failure callers are refused at once, until a task in the background gets an answer: none
+    of them waits for a server that is known to be away.
     """
 
     def __init__(self, address: Address, link: Link, clock: Clock) -> None:
@@ -153,7 +154,7 @@ class Node:
         self._waiting: list[asyncio.Future[None]] = []
         self._failures = 0
         self._failure = ""
-        self._refused_until = 0.0
+        self._trial: asyncio.Task[None] | None = None
         self._is_closed = False
         self.is_refusing = False
 
@@ -165,6 +166,8 @@ class Node:
     def close(self) -> None:
         """Hang up all connections, for good."""
         self._is_closed = True
+        if self._trial is not None:
+            self._trial.cancel()
         for connection in list(self._all):
             connection.drop("closed")
         self._wake()
@@ -175,7 +178,8 @@ class Node:
         Raises:
             Unavailable: nothing was sent.
         """
-        self._refuse_while_down()
+        if self._failures:
+            raise Unavailable(f"index store at {self.address}: {self._failure}")
         connection = await self._connection()
         exchange = connection.start(packed, count, timeout_s or self._link.timeout_s)
         await exchange.done
@@ -185,14 +189,17 @@ class Node:
             self._failures = 0
         return exchange
 
-    def _refuse_while_down(self) -> None:
-        if not self._failures:
-            return
-        now = self._clock.monotonic()
-        if now < self._refused_until:
-            raise Unavailable(f"index store at {self.address}: {self._failure}")
-        # This caller tries; the others are refused until it knows.
-        self._refused_until = now + self._link.connect_timeout_s + self._link.timeout_s
+    async def _try_again(self) -> None:
+        """Until the server answers, or the node is closed."""
+        while self._failures:
+            pause = min(_PAUSE_S_MAX, _PAUSE_S_FIRST * 2 ** min(self._failures, 10))
+            await asyncio.sleep(self._pause(pause))
+            try:
+                connection = await self._open()
+            except Unavailable:
+                continue
+            self._failures = 0
+            self._ended(connection)
 
     async def _connection(self) -> Connection:
         end = self._clock.monotonic() + self._link.timeout_s
@@ -300,8 +307,8 @@ class Node:
     def _failed(self, failure: str) -> Unavailable:
         self._failure = failure
         self._failures += 1
-        pause = min(_PAUSE_S_MAX, _PAUSE_S_FIRST * 2 ** min(self._failures, 10))
-        self._refused_until = self._clock.monotonic() + self._pause(pause)
+        if not self._is_closed and (self._trial is None or self._trial.done()):
+            self._trial = asyncio.ensure_future(self._try_again())
         return Unavailable(f"index store at {self.address}: {failure}")
 
     def _pause(self, seconds: float) -> float:

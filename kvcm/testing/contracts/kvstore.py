@@ -35,6 +35,7 @@ from kvcm.metaindex.store import (
     ShardId,
     Table,
     Write,
+    values_of,
 )
 from kvcm.testing.contracts.kvstore_model import run_against_model
 
@@ -260,6 +261,20 @@ class KVStoreContract:
         assert claimed.commit_number == second.commit_number
         third = await commit(store, shard, puts({}, counters={b"n": 1}), fence=Fence(3, 6))
         assert third.commit_number > second.commit_number
+
+    async def test_what_was_committed_is_acknowledged_by_its_number(
+        self, store: KVStore, shard: ShardId, space: bytes
+    ) -> None:
+        empty = ShardId(space, 1)
+        await claim(store, empty)
+        result = await commit(store, shard, puts({b"k": b"1"}))
+        asked = [ShardId(space, 2), shard, empty, shard]
+        latest = result.commit_number
+        assert await store.acknowledged(asked) == [0, latest, 0, latest]
+        assert await store.acknowledged([]) == []
+        again = await commit(store, shard, puts({b"k": b"2"}))
+        assert await store.acknowledged([shard]) == [again.commit_number]
+        assert await apply(store, shard, puts({b"k": b"3"})) == [APPLIED], "the fence holds"
 
     async def test_commits_of_one_call_to_one_shard_run_in_order(
         self, store: KVStore, shard: ShardId
@@ -491,7 +506,7 @@ async def refused(store: KVStore, shard: ShardId, fence: Fence, *, epoch: int) -
 
 
 async def get(store: KVStore, shard: ShardId, *keys: bytes) -> list[bytes | None]:
-    (values,) = await store.get_many([(shard, keys)], ROWS)
+    (values,) = values_of(await store.get_many([(shard, keys)], ROWS))
     return values
 
 
