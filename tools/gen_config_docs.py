@@ -39,8 +39,11 @@ MEANING = {
     "`http_port`. 0 takes any free port.",
     "data_dir": "Folder of the embedded stores and the lock; made when missing.",
     "registry_url": "Where the registry is. Default: `registry.db` in the data folder.",
-    "index_url": "Where the index is: `rocksdb:PATH`, or `memory:`, which forgets everything at "
+    "index_url": "Where the index is: `rocksdb:PATH`; a URL of Valkey, see "
+    "[operations](operations.md#the-index-in-valkey); or `memory:`, which forgets everything at "
     "the end. Default: `index` in the data folder.",
+    "index_password": "Password for an `index_url` that has none.",
+    "index_password_file": "File that holds it, for instance a mounted secret.",
     "bootstrap": "File (`.json`, `.toml`) with the storages and groups that an empty registry "
     "begins with, in place of the startup defaults.",
     "log_level": "What goes to standard error.",

@@ -96,7 +96,13 @@ class Settings(_Section):
     registry_auto_migrate: bool | None = None
     """Bring an older registry schema up to date at start. Default: SQLite only."""
     index_url: str = ""
-    """``rocksdb:PATH`` or ``memory:``; default: RocksDB in the data directory."""
+    """``rocksdb:PATH``, ``memory:`` or a URL of Valkey, as ``valkey://HOST:6379``,
+    ``valkey+cluster://…``, ``valkey+sentinel://…``, ``unix://…``; default: RocksDB in the data
+    directory."""
+    index_password: SecretStr = SecretStr("")
+    """Of an index_url without one."""
+    index_password_file: Path | None = None
+    """A file that holds it, for instance a mounted secret."""
     bootstrap: Path | None = None
     """Storages and groups to create when the registry is empty."""
     log_level: LogLevel = "info"
@@ -143,12 +149,23 @@ class Settings(_Section):
         scheme, _, path = value.partition(":")
         if scheme == "memory" or (scheme == "rocksdb" and path):
             return value
-        raise ValueError("is neither rocksdb:PATH nor memory:")
+        if scheme in ("rocksdb", "memory") or "://" not in value:
+            raise ValueError("is neither rocksdb:PATH nor memory: nor a URL of Valkey")
+        # Imported here: only a manager on Valkey needs its library.
+        from kvcm.metaindex.stores.valkey_url import parse_url
+
+        try:
+            parse_url(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
 
     @model_validator(mode="after")
     def _one_password(self) -> Settings:
         if self.registry_password.get_secret_value() and self.registry_password_file:
             raise ValueError("registry_password and registry_password_file are both set")
+        if self.index_password.get_secret_value() and self.index_password_file:
+            raise ValueError("index_password and index_password_file are both set")
         return self
 
     @model_validator(mode="after")
@@ -230,8 +247,9 @@ def to_dict(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(settings.model_dump_json(exclude_none=True))
     for key in ("registry_url", "index_url"):
         values[key] = without_secrets(values[key])
-    if values.pop("registry_password"):
-        values["registry_password"] = HIDDEN
+    for key in ("registry_password", "index_password"):
+        if values.pop(key):
+            values[key] = HIDDEN
     return values
 
 

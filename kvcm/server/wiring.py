@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import SecretStr
+
 from kvcm.cache.api import CacheService
 from kvcm.cache.base import CacheSettings
 from kvcm.cache.manager import CacheManager
@@ -60,23 +62,37 @@ def registry_url(settings: Settings) -> str:
     Raises:
         ConfigError: a bad URL, or a password file that cannot be read; without the password.
     """
-    secret, file = settings.registry_password.get_secret_value(), settings.registry_password_file
-    if file is not None:
-        try:
-            secret = file.read_text(encoding="utf-8").rstrip("\r\n")
-        except OSError as error:
-            raise ConfigError(f"registry_password_file {file}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"registry_password_file {file} is not UTF-8") from None
+    secret = _secret("registry", settings.registry_password, settings.registry_password_file)
     return with_password(settings.registry_url, secret) if secret else settings.registry_url
 
 
+def _secret(what: str, given: SecretStr, file: Path | None) -> str:
+    if file is None:
+        return given.get_secret_value()
+    try:
+        return file.read_text(encoding="utf-8").rstrip("\r\n")
+    except OSError as error:
+        raise ConfigError(f"{what}_password_file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what}_password_file {file} is not UTF-8") from None
+
+
 def build_store(settings: Settings, clock: Clock) -> KVStore:
-    """The index store, not open yet."""
+    """The index store, not open yet.
+
+    Raises:
+        ConfigError: a bad URL, or a file of it that cannot be read; shows no password.
+    """
     scheme, _, path = settings.index_url.partition(":")
     if scheme == "memory":
         return MemoryStore(clock=clock)
-    # Imported here: a manager on another store does not need the library.
+    # Imported here, all of them: a manager on another store does not need the library.
+    if scheme != "rocksdb":
+        from kvcm.metaindex.stores.valkey import ValkeyStore
+        from kvcm.metaindex.stores.valkey_url import parse_url
+
+        secret = _secret("index", settings.index_password, settings.index_password_file)
+        return ValkeyStore(parse_url(settings.index_url, secret), clock=clock)
     from kvcm.metaindex.stores.rocksdb import RocksStore
 
     return RocksStore(

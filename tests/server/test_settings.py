@@ -108,7 +108,8 @@ def test_variables_that_kubernetes_sets_for_a_service_named_kvcm_are_not_ours() 
         ({"rpc_port": -1}, {}, "--rpc-port"),
         ({}, {"KVCM_LOG_LEVEL": "loud"}, "KVCM_LOG_LEVEL"),
         ({"log_format": "xml"}, {}, "--log-format"),
-        ({"index_url": "valkey://x"}, {}, "--index-url"),
+        ({"index_url": "valkey://x:y"}, {}, "--index-url"),
+        ({"index_url": "mysql://x"}, {}, "--index-url"),
         ({"index_url": "rocksdb:"}, {}, "--index-url"),
         ({"host": " "}, {}, "--host"),
         ({"drain_s": "nan"}, {}, "--drain-s"),
@@ -175,4 +176,4 @@ def test_passwords_in_urls_are_hidden(url: str, shown: str) -> None:
 
 
 def test_errors_never_show_the_value_given() -> None:
-    assert "hunter2" not in refusal({"index_url": "valkey://u:hunter2@h"})
+    assert "hunter2" not in refusal({"index_url": "valkey://u:hunter2@h#"})
