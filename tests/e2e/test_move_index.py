@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ from e2e_harness import Site, run
 
 from kvcm.client import Client
 from kvcm.client.file_sdk import FileSdk
+from kvcm.core.clock import SystemClock
 from kvcm.core.errors import NotReady
 from kvcm.core.types import QueryType
-from kvcm.metaindex.stores.rocksdb import RocksStore
+from kvcm.server import wiring
+from kvcm.server.settings import load
 from kvcm.testing.audit import AuditReport, audit
 from kvcm.testing.servers_postgres import PASSWORD, PostgresServer
+from kvcm.testing.servers_valkey import valkey_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,9 +61,19 @@ def fill(site: Site) -> None:
                 assert put(client, instance, KEYS[first : first + 50]) == 50
 
 
-def audited(registry_url: str, path: Path) -> AuditReport:
+@pytest.fixture(params=["rocksdb", "valkey"])
+def other_index(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty index."""
+    if request.param == "rocksdb":
+        yield f"rocksdb:{tmp_path}/other"
+        return
+    with valkey_server("appendonly yes") as server:
+        yield server.url
+
+
+def audited(registry_url: str, index_url: str) -> AuditReport:
     async def look() -> AuditReport:
-        store = RocksStore(path)
+        store = wiring.build_store(load({"index_url": index_url}, environ={}), SystemClock())
         await store.open()
         try:
             return await audit(registry_url, store)
@@ -85,14 +98,12 @@ def refused(*arguments: object) -> str:
     return done.stderr
 
 
-def test_a_manager_on_the_copy_hits_everything_and_goes_on(site: Site, tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    where = (f"--data-dir={site.data_dir}", f"--to=rocksdb:{new}")
+def test_a_manager_on_the_copy_hits_everything_and_goes_on(site: Site, other_index: str) -> None:
+    where = (f"--data-dir={site.data_dir}", f"--to={other_index}")
     site.start()
     fill(site)
     assert "in use by another manager" in refused(*where)
     assert site.stop() == 0
-    assert not new.exists()
 
     report = copy(*where)
     assert report["spaces"] == len(INSTANCES)
@@ -102,7 +113,7 @@ def test_a_manager_on_the_copy_hits_everything_and_goes_on(site: Site, tmp_path:
     assert copy(*where, "--resume")["written"] == 0
     assert copy(*where, "--force")["written"] == report["written"]
 
-    site.start(f"--index-url=rocksdb:{new}")
+    site.start(f"--index-url={other_index}")
     with site.client() as client:
         for instance in INSTANCES:
             assert hits(client, instance, KEYS) == len(KEYS)
@@ -114,12 +125,12 @@ def test_a_manager_on_the_copy_hits_everything_and_goes_on(site: Site, tmp_path:
     log = site.log.read_text()
     assert "lost writes" not in log
     assert site.stop() == 0
-    report_after = audited(f"sqlite:///{site.data_dir}/registry.db", new)
+    report_after = audited(f"sqlite:///{site.data_dir}/registry.db", other_index)
     assert report_after.problems == []
     assert report_after.serving_blocks == 2 * (len(KEYS) + 50) - 100
 
     # And back: the old index is out of date, so it is made anew.
-    back = (f"--data-dir={site.data_dir}", f"--from=rocksdb:{new}")
+    back = (f"--data-dir={site.data_dir}", f"--from={other_index}")
     home = f"--to=rocksdb:{site.data_dir}/index"
     assert "not empty" in refused(*back, home)
     copy(*back, home, "--force")
@@ -176,7 +187,7 @@ def test_a_manager_keeps_its_registry_in_postgresql(
     assert PASSWORD not in everything
     new = tmp_path / "new"
     copy(f"--data-dir={site.data_dir}", *flags, f"--to=rocksdb:{new}")
-    report = audited(postgres.url(database), new)
+    report = audited(postgres.url(database), f"rocksdb:{new}")
     assert report.problems == []
     assert report.serving_blocks == 2 * len(KEYS) + 50
     postgres.give_back(database)

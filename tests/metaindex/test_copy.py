@@ -22,8 +22,12 @@ from kvcm.metaindex.store import (
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.metaindex.stores.rocksdb import RocksStore
 from kvcm.metaindex.stores.rocksdb_layout import META_TABLE, table_prefix
+from kvcm.metaindex.stores.valkey import ValkeyStore
+from kvcm.metaindex.stores.valkey_url import parse_url
+from kvcm.testing.servers_valkey import ValkeyServer
 
 SPACE = Space(b"i1uid", 16)
+OTHER = Space(b"other", 16)
 MANAGER = Fence(3, 7)
 
 
@@ -45,16 +49,24 @@ class Recorder(MemoryStore):
         return await super().commit(commits)
 
 
-@pytest.fixture(params=["memory", "rocksdb"])
+@pytest.fixture(params=["memory", "rocksdb", "valkey"])
 async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[KVStore]]:
-    made: list[KVStore] = [
-        MemoryStore() if request.param == "memory" else RocksStore(tmp_path / str(i))
-        for i in range(2)
-    ]
+    """Two empty stores of a kind."""
+    made: list[KVStore] = []
+    for i in (1, 2):
+        if request.param == "memory":
+            made.append(MemoryStore())
+        elif request.param == "rocksdb":
+            made.append(RocksStore(tmp_path / str(i)))
+        else:
+            server: ValkeyServer = request.getfixturevalue("shared_valkey")
+            # One database each.
+            made.append(ValkeyStore(parse_url(f"{server.url}/{i}")))
     for store in made:
         await store.open()
     yield made
     for store in made:
+        await clear_index(store, [SPACE, OTHER])
         await store.close()
 
 
@@ -177,13 +189,12 @@ async def test_a_cancelled_copy_ends_and_can_be_repeated() -> None:
 
 async def test_clearing_leaves_the_instances_of_others(stores: list[KVStore]) -> None:
     _, target = stores
-    other = Space(b"other", 16)
     await fill(target)
-    await fill(target, other)
-    before = await contents(target, other)
+    await fill(target, OTHER)
+    before = await contents(target, OTHER)
     await clear_index(target, [SPACE])
-    assert await target.spaces() == [other.name]
-    assert await contents(target, other) == before
+    assert await target.spaces() == [OTHER.name]
+    assert await contents(target, OTHER) == before
 
 
 async def test_records_that_the_target_loses_are_a_problem() -> None:
