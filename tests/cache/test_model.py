@@ -266,6 +266,10 @@ class Service(RuleBasedStateMachine):
         """The index store works again."""
         self.faulty = False
         self.h.store.plan = no_faults
+        if self.h.store._crashed:
+            # The process died under a background task, so no call of ours saw it.
+            self.run(self.h.crash())
+            self.reborn()
         self.settle_model()
         self.run(self.h.rounds(2))
         self.looped()
@@ -283,7 +287,7 @@ class Service(RuleBasedStateMachine):
         for session in self.sessions:
             session.deadline = max(session.deadline, self.now + session.timeout)
             if session.late:
-                session.over = "maybe"
+                session.over, session.late = "maybe", False
                 for block in session.blocks:
                     block.state = "maybe"
 
@@ -486,9 +490,9 @@ class Service(RuleBasedStateMachine):
         if session.over == "finished":
             assert mask == session.mask or not count
             return
-        assert session.over in ("open", "maybe"), "a dead session was finished"
         if not count:
             return
+        assert session.over in ("open", "maybe"), "a dead session was finished"
         session.over, session.mask = "finished", mask
         for block, good in zip(session.blocks, mask, strict=True):
             if not good or session.trimmed:
