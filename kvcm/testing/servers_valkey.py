@@ -38,10 +38,17 @@ class ValkeyServer:
         options: lines of its configuration, as ``("maxmemory 10mb",)``.
     """
 
-    def __init__(self, options: Sequence[str] = (), *, is_cluster: bool = False) -> None:
+    def __init__(
+        self,
+        options: Sequence[str] = (),
+        *,
+        is_cluster: bool = False,
+        is_sentinel: bool = False,
+    ) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="kvcm-valkey-"))
         self._options = list(options)
         self._is_cluster = is_cluster
+        self._is_sentinel = is_sentinel
         self._process: subprocess.Popen[bytes] | None = None
         self._log_at = 0
         self.port = 0
@@ -80,13 +87,9 @@ class ValkeyServer:
             "bind 127.0.0.1",
             "protected-mode no",
             f"dir {self._home}",
-            f"unixsocket {self.socket}",
-            'save ""',
-            "enable-debug-command yes",
-            # Tests look at what the append-only file has; the kernel keeps it when a process dies.
-            "appendfsync everysec",
-            "repl-diskless-sync-delay 0",
         ]
+        if not self._is_sentinel:
+            lines += [f"unixsocket {self.socket}", 'save ""', "repl-diskless-sync-delay 0"]
         if self._is_cluster:
             lines += [
                 "cluster-enabled yes",
@@ -99,7 +102,11 @@ class ValkeyServer:
         with (self._home / "log").open("ab") as log:
             self._log_at = log.tell()
             self._process = subprocess.Popen(
-                [str(_binary()), str(self._home / "valkey.conf")],
+                [
+                    str(_binary()),
+                    str(self._home / "valkey.conf"),
+                    *(["--sentinel"] if self._is_sentinel else []),
+                ],
                 stdout=log,
                 stderr=log,
                 cwd=self._home,
@@ -271,9 +278,9 @@ class ValkeyCluster:
 
 
 @contextmanager
-def valkey_server(*options: str) -> Iterator[ValkeyServer]:
+def valkey_server(*options: str, is_sentinel: bool = False) -> Iterator[ValkeyServer]:
     """A running server, removed at the end."""
-    server = ValkeyServer(options)
+    server = ValkeyServer(options, is_sentinel=is_sentinel)
     try:
         server.start()
         yield server

@@ -38,7 +38,7 @@ from kvcm.metaindex.stores.valkey_scripts import (
     space_of,
     table_key,
 )
-from kvcm.metaindex.stores.valkey_server import check_server
+from kvcm.metaindex.stores.valkey_server import check_servers
 from kvcm.metaindex.stores.valkey_url import ValkeyConfig, parse_url
 from kvcm.metaindex.stores.valkey_wire import Command
 
@@ -75,8 +75,7 @@ class ValkeyStore:
         try:
             await self._router.open()
             self._closed = False
-            for node in self._router.nodes:
-                await check_server(node, self._config)
+            await check_servers(self._router.nodes, self._config)
         except KvcmError:
             await self.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from kvcm.core.errors import ConfigError, Unavailable
 from kvcm.metaindex.stores.valkey_url import ValkeyConfig
@@ -13,13 +14,26 @@ _VERSION_MIN = (7, 0)
 """Scripts with flags; Valkey of every version reports as Redis 7.2 or later."""
 
 
-async def check_server(node: Node, config: ValkeyConfig) -> None:
-    """Log what the server does with our records, loudly where it may lose them.
+async def check_servers(nodes: Sequence[Node], config: ValkeyConfig) -> None:
+    """Check all that answer.
 
     Raises:
-        ConfigError: the server is too old, or is no cluster though the URL says so.
-        Unavailable: it does not answer.
+        ConfigError: a server is too old.
+        Unavailable: none answers.
     """
+    failures: list[Unavailable] = []
+    for node in nodes:
+        try:
+            await _check(node, config)
+        except Unavailable as error:
+            failures.append(error)
+            _log.error("%s; what lies there is missing", error)
+    if failures and len(failures) == len(nodes):
+        raise failures[0]
+
+
+async def _check(node: Node, config: ValkeyConfig) -> None:
+    """Log what the server does with our records, loudly where it may lose them."""
     facts = await _info(node)
     version = facts.get("valkey_version") or facts.get("redis_version", "")
     like = tuple(int(part) for part in facts.get("redis_version", "0").split(".")[:2])

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from kvcm.core.errors import ConfigError
+from kvcm.metaindex.stores.valkey_scripts import SOURCES
 from kvcm.metaindex.stores.valkey_wire import Address, Command, Link
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class ValkeyConfig:
         greeting = _auth(self.username, self.password)
         if self.db:
             greeting.append((b"SELECT", b"%d" % self.db))
+        greeting += [(b"SCRIPT", b"LOAD", source) for source in SOURCES.values()]
         return self._link(greeting)
 
     def sentinel_link(self) -> Link:

@@ -17,7 +17,6 @@ import hiredis
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, Unavailable
 from kvcm.metaindex.stores.common import below
-from kvcm.metaindex.stores.valkey_scripts import SOURCES
 
 Command = tuple[bytes, ...]
 pack: Callable[[Command], bytes] = cast(Any, hiredis.pack_command)
@@ -284,9 +283,8 @@ class Node:
         return connection
 
     async def _greet(self, connection: Connection) -> Connection:
-        """Say who we are and bring the scripts along, in one round trip."""
-        commands = [*self._link.greeting]
-        commands += [(b"SCRIPT", b"LOAD", source) for source in SOURCES.values()]
+        """Say who we are, in one round trip."""
+        commands = self._link.greeting or [(b"PING",)]
         packed = b"".join(map(pack, commands))
         exchange = connection.start(packed, len(commands), self._link.connect_timeout_s)
         try:
