@@ -37,8 +37,6 @@ _INLINE = re.compile(r"`((?:\.venv/bin/)?(?:kvcm|make) [^`]+)`")
 _UNITS = {"s": 1, "h": 3600, "MiB": 1 << 20}
 _NO_SETTINGS = {"KVCM_CONFIG"}
 _NO_COMMANDS = {"kvcm is ready"}
-_COMING = {"kvcm registry migrate"}
-"""Advised by the registry of a database server, which is not supported yet."""
 
 
 class Complaint(NamedTuple):
@@ -103,7 +101,7 @@ def _commands(page: Path, text: str, app: Any) -> Iterator[Complaint]:
         line = line.removeprefix(".venv/bin/")
         if not line.startswith(("kvcm ", "make ")) or "…" in line:
             continue
-        if line in _NO_COMMANDS | _COMING:
+        if line in _NO_COMMANDS:
             continue
         words = shlex.split(line, comments=True)
         if words[0] == "kvcm":

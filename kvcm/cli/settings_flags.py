@@ -22,7 +22,11 @@ DataDir = Annotated[
     str | None, typer.Option("--data-dir", help="Folder of the embedded stores and the lock.")
 ]
 RegistryUrl = Annotated[
-    str | None, typer.Option("--registry-url", help="sqlite:///PATH; default: in the data folder.")
+    str | None,
+    typer.Option(
+        "--registry-url",
+        help="sqlite:///PATH or postgresql://USER@HOST/DATABASE; default: in the data folder.",
+    ),
 ]
 IndexUrl = Annotated[
     str | None,

@@ -117,8 +117,6 @@ def test_nothing_is_published_twice_or_beyond_this_machine() -> None:
 def test_every_mounted_file_and_named_volume_is_there() -> None:
     for name in SERVICES:
         for source in mounts(name).values():
-            if source.startswith("./kvcm-blocks"):
-                continue
             if source.startswith("."):
                 assert (ROOT / source).exists(), source
             else:

@@ -177,6 +177,7 @@ def test_a_manager_keeps_its_registry_in_postgresql(
         # Every change needs the database, lookups do not.
         postgres.stop()
         assert hits(client, "j", KEYS) == len(KEYS)
+        assert put(client, "j", range(2001, 2011)) == 10
         with site.client(timeout=2) as hasty, pytest.raises(NotReady, match="registry database"):
             hasty.register_instance("default", "late", 4, {"tp0": SIZE})
         postgres.start()
@@ -189,5 +190,5 @@ def test_a_manager_keeps_its_registry_in_postgresql(
     copy(f"--data-dir={site.data_dir}", *flags, f"--to=rocksdb:{new}")
     report = audited(postgres.url(database), f"rocksdb:{new}")
     assert report.problems == []
-    assert report.serving_blocks == 2 * len(KEYS) + 50
+    assert report.serving_blocks == 2 * len(KEYS) + 10 + 50
     postgres.give_back(database)
