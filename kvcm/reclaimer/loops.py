@@ -482,8 +482,13 @@ class ForgetLoop:
             await shared.store.drop(index.shards.id(number))
         for name in list(shared.storage_types):
             backend = self._around.backend(name)
-            if backend is not None:
+            if backend is None:
+                continue
+            try:
                 await backend.remove_instance(shared.cluster_uid, instance.uid)
+            except StorageError as error:
+                # Empty folders are all it leaves behind.
+                _log.warning("folders of instance %s on storage %s: %s", instance.uid, name, error)
         await self._around.forget_instance(instance.uid)
 
 

@@ -25,6 +25,7 @@ Build = Callable[[StorageConfig], DataStorageBackend]
 class _Slot:
     config: StorageConfig
     backend: DataStorageBackend | None = None
+    closed: DataStorageBackend | None = None
     healthy: bool = False
     detail: str = "not opened yet"
     work: asyncio.Task[None] | None = None
@@ -49,9 +50,20 @@ class BackendSet:
         self._is_closed = False
 
     def get(self, name: str) -> DataStorageBackend | None:
-        """The opened backend; None for an unknown storage or one that is not open."""
+        """The backend; None for an unknown storage or one that cannot be built.
+
+        While it is not open its pure methods work all the same: blocks on it can be given up, and
+        their addresses must be known for that. All others raise StorageError.
+        """
         slot = self._slots.get(name)
-        return slot.backend if slot is not None else None
+        if slot is None or slot.backend is not None:
+            return slot.backend if slot is not None else None
+        if slot.closed is None:
+            try:
+                slot.closed = self._build(slot.config)
+            except KvcmError:
+                return None
+        return slot.closed
 
     def available(self, name: str) -> bool:
         """Enabled, open, and the last probe succeeded."""

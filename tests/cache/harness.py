@@ -60,6 +60,8 @@ from kvcm.metaindex.records import Phase, State
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.metaindex.stores.rocksdb import RocksStore
+from kvcm.metaindex.stores.valkey import ValkeyStore
+from kvcm.metaindex.stores.valkey_scripts import decode_claim, meta_key, shard_tag
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
 from kvcm.server.wiring import Manager
@@ -207,6 +209,7 @@ class Harness:
 
     Args:
         store_kind: ``memory`` or ``rocksdb``.
+        store: takes the place of ``store_kind``.
         root: a folder of its own; made and removed when None.
     """
 
@@ -214,6 +217,7 @@ class Harness:
         self,
         store_kind: str = "memory",
         *,
+        store: KVStore | None = None,
         root: Path | None = None,
         groups: Sequence[InstanceGroup] = (),
         storages: Sequence[str] = ("nfs_01",),
@@ -244,7 +248,7 @@ class Harness:
             read_cache_bytes=cache_bytes,
             write_timeout_s_max=timeout_max_s,
         )
-        self.inner: KVStore = (
+        self.inner: KVStore = store or (
             MemoryStore(clock=self.clock)
             if store_kind == "memory"
             else RocksStore(self.root / "index", sync=False, cache_bytes=8 << 20)
@@ -581,6 +585,10 @@ class Harness:
         if isinstance(self.inner, MemoryStore):
             held = self.inner._shards.get(shard)
             return dict(held.counters) if held is not None else {}
+        if isinstance(self.inner, ValkeyStore):
+            tag = shard_tag(shard)
+            fields = await self.inner._one(tag, (b"HGETALL", meta_key(tag)))
+            return dict(decode_claim(fields)[0].counters) if fields else {}
         meta = self.inner._meta(shard)  # type: ignore[attr-defined]
         return dict(meta.counters) if meta is not None else {}
 
