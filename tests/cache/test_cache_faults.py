@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from kvcm.cache.api import FinishWriteRequest
 from kvcm.core.errors import KvcmError
 from kvcm.core.mask import BlockMask
 from kvcm.core.types import QueryType
+from kvcm.metaindex.ids import home_shard
+from kvcm.metaindex.store import CommitResult, ShardCommit
 from kvcm.reclaimer.loops import retire_with
 from kvcm.testing.faults import Crash, Fault, Op, at_random, no_faults, script
 from tests.cache.harness import Grant, Harness, file_of, payload, read_slot
@@ -334,6 +336,37 @@ async def test_counters_stay_exact_under_random_faults_and_races(
     h.store.plan = no_faults
     await h.manager._writes.settled()
     await h.rounds(2)
+    await h.check_counters()
+    await h.drain()
+    await h.check_rest()
+    await h.close()
+
+
+async def test_an_answer_that_comes_after_the_shard_was_claimed_again_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim's counters hold the commit already."""
+    h = await made(tmp_path)
+    grant = await h.put([1])
+    index = h.index()
+    extent_id = index.sessions.read(grant.session).extent_id
+    assert extent_id is not None
+    shard = home_shard(extent_id)
+    real, release, committed = h.store.commit, asyncio.Event(), asyncio.Event()
+
+    async def slow(commits: Sequence[ShardCommit]) -> list[CommitResult]:
+        results = await real(commits)
+        committed.set()
+        await release.wait()
+        return results
+
+    monkeypatch.setattr(h.store, "commit", slow)
+    removing = asyncio.ensure_future(h.remove([1]))
+    await committed.wait()
+    index.shards._doubt(shard, index.shards._fences[shard])
+    await index.shards.ensure([shard])
+    release.set()
+    await removing
     await h.check_counters()
     await h.drain()
     await h.check_rest()
