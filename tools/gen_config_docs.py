@@ -39,8 +39,9 @@ MEANING = {
     "`http_port`. 0 takes any free port.",
     "data_dir": "Folder of the embedded stores and the lock; made when missing.",
     "registry_url": "Where the registry is: `sqlite:///PATH`, or "
-    "`postgresql://USER@HOST/DATABASE`, see [operations](operations.md#the-registry-in-postgresql). "
-    "Default: `registry.db` in the data folder.",
+    "`postgresql://USER@HOST/DATABASE`, see "
+    "[operations](operations.md#the-registry-in-postgresql). Default: `registry.db` in the data "
+    "folder.",
     "registry_password": "Password for a `registry_url` that has none.",
     "registry_password_file": "File that holds it, for instance a mounted secret.",
     "registry_auto_migrate": "Bring an older registry schema up to date at start. Unset: SQLite "

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcm.cli import settings_flags as flags
 from kvcm.cli.output import err_console, fail, one_line_errors, out_console, print_json, table
+from kvcm.cli.stopped import held
 from kvcm.core.clock import SystemClock
 from kvcm.core.errors import ConfigError
 from kvcm.metaindex import copy
@@ -24,7 +25,6 @@ from kvcm.registry.database import shown
 from kvcm.registry.migrate import SchemaState
 from kvcm.registry.view import RegistryView
 from kvcm.server import wiring
-from kvcm.server.datadir import DataDir
 from kvcm.server.settings import Settings, without_secrets
 
 app = typer.Typer(no_args_is_help=True, help="Move the block index of a stopped manager.")
@@ -71,7 +71,7 @@ def copy_command(
         fail(str(error), 2)
     with one_line_errors():
         try:
-            with _held(source.data_dir), _progress(quiet=quiet or as_json) as bar:
+            with held(source.data_dir), _progress(quiet=quiet or as_json) as bar:
                 report, unknown = asyncio.run(_copy(source, target, bar, resume, force))
         except ConfigError as error:
             fail(str(error), 2)
@@ -91,17 +91,6 @@ def _check(source: Settings, target: Settings, *, resume: bool, force: bool) -> 
     scheme, _, path = source.index_url.partition(":")
     if scheme == "rocksdb" and not Path(path).is_dir():
         raise ConfigError(f"--from {source.index_url}: there is no index")
-
-
-@contextmanager
-def _held(data_dir: Path) -> Iterator[None]:
-    """The data directory's lock, if there is one: a manager that runs on it holds it."""
-    held = DataDir(data_dir) if data_dir.is_dir() else None
-    try:
-        yield
-    finally:
-        if held is not None:
-            held.release()
 
 
 async def _copy(

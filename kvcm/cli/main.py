@@ -29,7 +29,7 @@ COMMANDS = {
     "config": Lazy("kvcm.cli.config", "Print the effective settings."),
     "demo": Lazy("kvcm.cli.demo", "Start a manager and replay a sample workload against it."),
     "admin": Lazy("kvcm.cli.admin", "Storages, groups, instances, usage, from the shell."),
-    "registry": Lazy("kvcm.cli.registry", "The schema of the registry's database."),
+    "registry": Lazy("kvcm.cli.registry", "The registry's database: schema, move."),
     "index": Lazy("kvcm.cli.index", "Move the block index of a stopped manager."),
     "replay": Lazy("kvcm.cli.replay", "Drive a manager with a request trace."),
     "workload": Lazy("kvcm.cli.workload", "Write a synthetic request trace."),

@@ -1,4 +1,4 @@
-"""``kvcm registry``: the schema of the registry's database."""
+"""``kvcm registry``: the registry's database, its schema and its move."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from kvcm.cli import settings_flags as flags
-from kvcm.cli.output import fail, out_console, print_json
+from kvcm.cli.output import fail, out_console, print_json, table
+from kvcm.cli.stopped import held
 from kvcm.core.errors import ConfigError
 from kvcm.registry import database, migrate
+from kvcm.registry.copy import copy_registry
 from kvcm.registry.migrate import SchemaState
 from kvcm.server import wiring
 
-app = typer.Typer(no_args_is_help=True, help="The schema of the registry's database.")
+app = typer.Typer(no_args_is_help=True, help="The registry's database: schema, move.")
 
 _CODES = {
     SchemaState.CURRENT: 0,
@@ -93,6 +95,41 @@ def migrate_command(
         out_console().print(f"nothing to do: the schema is at revision {after or 'none'}")
     else:
         out_console().print(f"the schema went from {before or 'none'} to {after or 'none'}")
+
+
+@app.command("copy")
+def copy_command(
+    target_url: Annotated[str, typer.Option("--to", help="URL of an empty database.")],
+    source_url: Annotated[
+        str | None, typer.Option("--from", help="Registry to copy; default: that of the settings.")
+    ] = None,
+    config: flags.Config = None,
+    data_dir: flags.DataDir = None,
+    assignments: flags.Set = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the registry of stopped managers to an empty database, whole: blocks stay known.
+
+    Then start the manager with the new --registry-url, and never again with the old one: both
+    would give the same epochs and uids.
+
+    Exit code 0: copied. 2: refused or failed, the target is as before.
+    """
+    source = _url(config, data_dir, source_url, assignments)
+    target = _url(config, data_dir, target_url, assignments)
+    try:
+        with held(flags.settings_from(config, assignments, data_dir=data_dir).data_dir):
+            counts = copy_registry(source, target)
+    except ConfigError as error:
+        fail(str(error), 2)
+    if as_json:
+        print_json({"from": database.shown(source), "to": database.shown(target), "rows": counts})
+    else:
+        table(
+            f"{database.shown(source)} -> {database.shown(target)}",
+            ["table", "rows"],
+            list(counts.items()),
+        )
 
 
 def _url(

@@ -192,3 +192,31 @@ def test_a_manager_keeps_its_registry_in_postgresql(
     assert report.problems == []
     assert report.serving_blocks == 2 * len(KEYS) + 10 + 50
     postgres.give_back(database)
+
+
+def test_registry_and_index_move_to_servers_with_the_warm_cache(
+    site: Site, postgres: PostgresServer
+) -> None:
+    database = postgres.take_database()
+    url = postgres.url(database)
+    move = ("registry", "copy", f"--data-dir={site.data_dir}", f"--to={url}")
+    site.start()
+    fill(site)
+    assert run(*move).returncode == 2
+    assert site.stop() == 0
+    done = run(*move, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]["instances"] == len(INSTANCES)
+    assert PASSWORD not in done.stdout
+    again = run(*move)
+    assert (again.returncode, "already" in again.stderr) == (2, True)
+    with valkey_server("appendonly yes") as server:
+        new = (f"--registry-url={url}", f"--index-url={server.url}")
+        copy(f"--data-dir={site.data_dir}", new[0], f"--to={server.url}")
+        site.start(*new)
+        with site.client() as client:
+            assert hits(client, "i", KEYS) == len(KEYS)
+            assert put(client, "j", range(1001, 1051)) == 50
+        assert site.stop() == 0
+        assert audited(url, server.url).problems == []
+    postgres.give_back(database)
