@@ -1,4 +1,5 @@
-"""The stored records and their bytes. Format byte first; what does not parse is CorruptRecord.
+"""The stored records and their bytes: format byte, checksum, fields; what does not parse is
+CorruptRecord.
 
 An extent's immutable part is stored in chunks of at most 512 keys, its state as one small record
 whose first 8 bytes are its version. A row is a list of (extent id, position).
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -154,6 +156,21 @@ class Trash:
         return self.extent_id + self.serial
 
 
+def _seal(bound: bytes, body: bytes) -> bytes:
+    """Format byte, checksum, body. A flipped bit must never pass for another key or for a block
+    that serves, nor a record for one of another key (``bound``)."""
+    return _FORMAT + zlib.crc32(body, zlib.crc32(bound)).to_bytes(4, "big") + body
+
+
+def _unseal(bound: bytes, data: bytes) -> bytes:
+    body = data[5:]
+    if data[:1] != _FORMAT:
+        raise ValueError(f"format {data[:1]!r}")
+    if data[1:5] != zlib.crc32(body, zlib.crc32(bound)).to_bytes(4, "big"):
+        raise ValueError("checksum")
+    return body
+
+
 def chunk_key(extent_id: bytes, chunk: int) -> bytes:
     """Key of one chunk in the extents table."""
     return extent_id + _CHUNK_KEY.pack(chunk)
@@ -177,13 +194,10 @@ def encode_extent(extent: Extent) -> list[tuple[bytes, bytes]]:
         )
     )
     step = BLOCKS_PER_CHUNK_MAX * 8
-    chunks = [
-        (chunk_key(extent.extent_id, i), _FORMAT + extent.keys[at : at + step])
-        for i, at in enumerate(range(0, len(extent.keys), step))
-    ]
-    first_key, first = chunks[0]
-    head = _FORMAT + struct.pack(">I", len(header)) + header
-    return [(first_key, head + first[1:]), *chunks[1:]]
+    bodies = [extent.keys[at : at + step] for at in range(0, len(extent.keys), step)]
+    bodies[0] = struct.pack(">I", len(header)) + header + bodies[0]
+    keys = [chunk_key(extent.extent_id, i) for i in range(len(bodies))]
+    return [(key, _seal(key, body)) for key, body in zip(keys, bodies, strict=True)]
 
 
 def chunk_count(blocks: int) -> int:
@@ -198,12 +212,11 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
         CorruptRecord: it does not parse.
     """
     try:
-        if first[:1] != _FORMAT:
-            raise ValueError(f"format {first[:1]!r}")
-        (size,) = struct.unpack_from(">I", first, 1)
-        f = _read_header(first[5 : 5 + size])
+        body = _unseal(chunk_key(extent_id, 0), first)
+        (size,) = struct.unpack_from(">I", body)
+        f = _read_header(body[4 : 4 + size])
         count, specs, sets, subset_of = f[0], f[4], f[5], f[6]
-        keys = first[5 + size :]
+        keys = body[4 + size :]
         if not 0 < count <= BLOCKS_PER_EXTENT_MAX:
             raise ValueError(f"count {count}")
         if len(keys) != min(count, BLOCKS_PER_CHUNK_MAX) * 8:
@@ -240,10 +253,13 @@ def join_chunks(extent: Extent, count: int, rest: Sequence[bytes | None]) -> Ext
         CorruptRecord: a chunk is missing or of a wrong length.
     """
     parts = [extent.keys]
-    for chunk in rest:
-        if chunk is None or chunk[:1] != _FORMAT:
+    for number, chunk in enumerate(rest, 1):
+        if chunk is None:
             raise CorruptRecord(f"extent {extent.extent_id.hex()}: a chunk is missing")
-        parts.append(chunk[1:])
+        try:
+            parts.append(_unseal(chunk_key(extent.extent_id, number), chunk))
+        except ValueError as error:
+            raise CorruptRecord(f"extent {extent.extent_id.hex()}: {error}") from error
     keys = b"".join(parts)
     if len(keys) != count * 8:
         raise CorruptRecord(f"extent {extent.extent_id.hex()}: keys cut short")
@@ -251,23 +267,20 @@ def join_chunks(extent: Extent, count: int, rest: Sequence[bytes | None]) -> Ext
 
 
 def encode_state(state: State) -> bytes:
-    """Version, format byte, fields."""
-    return (
-        state.version
-        + _FORMAT
-        + _pack(
-            (
-                int(state.phase),
-                state.stamp_ms,
-                bits.to_bytes(state.serving),
-                bits.to_bytes(state.finished),
-                bits.to_bytes(state.cancelled),
-                state.finished_ms,
-                int(state.cause),
-                state.dead,
-            )
+    """Version, then the sealed fields."""
+    fields = _pack(
+        (
+            int(state.phase),
+            state.stamp_ms,
+            bits.to_bytes(state.serving),
+            bits.to_bytes(state.finished),
+            bits.to_bytes(state.cancelled),
+            state.finished_ms,
+            int(state.cause),
+            state.dead,
         )
     )
+    return state.version + _seal(state.version, fields)
 
 
 def decode_state(extent_id: bytes, data: bytes) -> State:
@@ -277,9 +290,7 @@ def decode_state(extent_id: bytes, data: bytes) -> State:
         CorruptRecord: it does not parse.
     """
     try:
-        if data[VERSION_BYTES : VERSION_BYTES + 1] != _FORMAT:
-            raise ValueError("format")
-        f = _read_state(data[VERSION_BYTES + 1 :])
+        f = _read_state(_unseal(data[:VERSION_BYTES], data[VERSION_BYTES:]))
         return State(
             version=data[:VERSION_BYTES],
             phase=Phase(f[0]),
@@ -297,15 +308,10 @@ def decode_state(extent_id: bytes, data: bytes) -> State:
 
 def encode_trash(trash: Trash) -> bytes:
     """Value in the trash table."""
-    return _FORMAT + _pack(
-        (
-            trash.storage,
-            bits.to_bytes(trash.objects),
-            trash.size,
-            trash.late_writer,
-            trash.again,
-        )
+    fields = _pack(
+        (trash.storage, bits.to_bytes(trash.objects), trash.size, trash.late_writer, trash.again)
     )
+    return _seal(trash.key, fields)
 
 
 def decode_trash(key: bytes, data: bytes) -> Trash:
@@ -315,9 +321,9 @@ def decode_trash(key: bytes, data: bytes) -> Trash:
         CorruptRecord: it does not parse.
     """
     try:
-        if data[:1] != _FORMAT or len(key) <= EXTENT_ID_BYTES:
-            raise ValueError("format")
-        f = _read_trash(data[1:])
+        if len(key) <= EXTENT_ID_BYTES:
+            raise ValueError("key")
+        f = _read_trash(_unseal(key, data))
         return Trash(
             extent_id=key[:EXTENT_ID_BYTES],
             serial=key[EXTENT_ID_BYTES:],

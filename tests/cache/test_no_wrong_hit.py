@@ -268,13 +268,13 @@ async def chunk_cut_short(h: Harness) -> str:
     assert extent_id is not None
     at = (h, index, home_shard(extent_id), Table.EXTENTS, records.chunk_key(extent_id, 1))
     value = get_record(*at)
-    set_record(*at, value[:1] + value[9:])
+    set_record(*at, value[:5] + value[13:])
     return await judge(h, keys[513], [grant], after=[keys[511]])
 
 
 def chunks_joined_unchecked(patch: Patch) -> None:
     def join(extent: Extent, _count: int, rest: Sequence[bytes | None]) -> Extent:
-        return replace(extent, keys=extent.keys + b"".join(c[1:] for c in rest if c))
+        return replace(extent, keys=extent.keys + b"".join(c[5:] for c in rest if c))
 
     patch.setattr(records, "join_chunks", join)
 
