@@ -244,6 +244,11 @@ class Shards:
                 failure = failure or result.error
                 if isinstance(result.error, OutcomeUnknown | StaleFence | CorruptRecord):
                     self._doubt(number, fences[number])
+                if isinstance(result.error, StaleFence) and not result.error.epoch:
+                    # The store lost the claim. It began empty, or went back far: the other shards
+                    # are asked now, not one by one at the cost of a refused call each.
+                    for other, fence in list(self._fences.items()):
+                        self._doubt(other, fence)
                 outcomes.append(())
                 continue
             has_applied = Outcome.APPLIED in result.outcomes

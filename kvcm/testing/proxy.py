@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class Proxy:
@@ -81,23 +83,46 @@ class Proxy:
                 await writer.drain()
 
     def cut(self) -> None:
-        """Hang up on everybody."""
-        for writer in self._writers:
-            writer.transport.abort()
+        """Hang up on everybody; from any thread."""
+        for writer in list(self._writers):
+            with suppress(OSError):
+                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 class _Turn:
     is_clients = True
 
 
-@asynccontextmanager
-async def proxy(target: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
-    """A running proxy; clients speak TLS to it when given a context."""
+@contextmanager
+def proxy(target: int, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
+    """A proxy that runs in a thread of its own, so that a test may wait for all of its own tasks.
+
+    Clients speak TLS to it when given a context.
+    """
     forwarder = Proxy(target)
-    server = await asyncio.start_server(forwarder.accept, "127.0.0.1", 0, ssl=tls)
-    forwarder.port = server.sockets[0].getsockname()[1]
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def run() -> None:
+        server = await asyncio.start_server(forwarder.accept, "127.0.0.1", 0, ssl=tls)
+        forwarder.port = server.sockets[0].getsockname()[1]
+        started.set()
+        await stop.wait()
+        server.close()
+        await forwarder.close()
+
+    def serve() -> None:
+        # A client that refuses our certificate is a test's intent, not worth a line in the log.
+        loop.set_exception_handler(lambda _loop, _context: None)
+        loop.run_until_complete(run())
+        loop.close()
+
+    thread = threading.Thread(target=serve, name="proxy")
+    thread.start()
+    started.wait()
     try:
         yield forwarder
     finally:
-        server.close()
-        await forwarder.close()
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

@@ -1,4 +1,4 @@
-"""Some shards cannot be reached, or a store went back: what lookups, writes and deletes make of it."""
+"""Some shards cannot be reached, or the store went back in time: what the service makes of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvcm.metaindex.stores.memory import MemoryStore
 from tests.cache.harness import GRACE_S, Harness, group
 
 KEYS = list(range(1, 41))
+EVERYWHERE = set(range(64))
 
 
 class PartlyAway(MemoryStore):
@@ -36,6 +37,8 @@ class PartlyAway(MemoryStore):
     async def get_many(
         self, shard_keys: Sequence[tuple[ShardId, Sequence[bytes]]], table: Table
     ) -> list[Values | KvcmError]:
+        if self.away == EVERYWHERE:
+            raise Unavailable("away")
         found = await super().get_many(shard_keys, table)
         return [
             Unavailable("away") if self.is_away(shard) else values
@@ -76,7 +79,7 @@ async def harness(tmp_path: Path, store: PartlyAway) -> AsyncIterator[Harness]:
     made = await Harness(root=tmp_path, store=store).open()
     await made.register()
     yield made
-    store.away.clear()
+    store.away = set()
     store.lagging = False
     await made.close()
 
@@ -95,39 +98,25 @@ def row_shard(harness: Harness, key: int) -> int:
 async def test_an_unreachable_row_is_a_miss_and_the_prefix_before_it_a_hit(
     harness: Harness, store: PartlyAway
 ) -> None:
-    # One extent a key, so that every key's row is needed.
+    # One extent a key, so that every key's row and its extent are needed.
+    extent_of: dict[int, bytes] = {}
     for key in KEYS:
+        before = set(harness.index().book.entries)
         await harness.put([key])
-    homes = {home_shard(e) for e in harness.index().book.entries}
-    lost = next(k for k in KEYS[5:] if row_shard(harness, k) not in homes or True)
+        (extent_of[key],) = set(harness.index().book.entries) - before
     cold(harness)
-    store.away = {row_shard(harness, lost)}
+    store.away = {row_shard(harness, KEYS[7])}
     reachable = [
-        k
-        for k in KEYS
-        if row_shard(harness, k) not in store.away and not _home_away(harness, k, store)
+        key
+        for key in KEYS
+        if not store.away & {row_shard(harness, key), home_shard(extent_of[key])}
     ]
-    expected = next((i for i, k in enumerate(KEYS) if k not in reachable), len(KEYS))
+    expected = next(i for i, key in enumerate(KEYS) if key not in reachable)
     assert await harness.hits(KEYS) == expected
     found = await harness.lookup(KEYS, query=QueryType.BATCH_GET)
-    assert [k for k, f in zip(KEYS, found, strict=True) if f.hit] == reachable
-    store.away.clear()
+    assert [key for key, f in zip(KEYS, found, strict=True) if f.hit] == reachable
+    store.away = set()
     assert await harness.hits(KEYS) == len(KEYS), "nothing was remembered as a miss"
-
-
-def _home_away(harness: Harness, key: int, store: PartlyAway) -> bool:
-    entries = harness.index().book.entries.values()
-    (entry,) = [e for e in entries if e.opened is None and key in _keys_of(harness, e.extent_id)]
-    return home_shard(entry.extent_id) in store.away
-
-
-def _keys_of(harness: Harness, extent_id: bytes) -> list[int]:
-    held = harness.inner._shards  # type: ignore[attr-defined]
-    for shard, content in held.items():
-        for raw, value in content.tables[Table.ROWS].items():
-            if value[:12] == extent_id[:12] and shard.number >= 0:
-                return [int.from_bytes(raw, "little", signed=True)]
-    return []
 
 
 async def test_when_nothing_can_be_reached_a_lookup_says_so(
@@ -135,7 +124,7 @@ async def test_when_nothing_can_be_reached_a_lookup_says_so(
 ) -> None:
     await harness.put(KEYS)
     cold(harness)
-    store.away = set(range(harness.index().shard_count))
+    store.away = EVERYWHERE
     with pytest.raises(NotReady):
         await harness.lookup(KEYS)
 
@@ -153,9 +142,9 @@ async def test_a_write_that_needs_an_unreachable_shard_is_refused_and_leaves_not
             await harness.put([key])
             done += 1
         except NotReady:
-            assert done or True
+            continue
     assert done, "writes that need other shards go on"
-    store.away.clear()
+    store.away = set()
     await harness.put(KEYS)
     await harness.drain()
     await harness.check_rest()
@@ -182,10 +171,10 @@ async def test_eviction_passes_over_what_cannot_be_reached(tmp_path: Path) -> No
         ledger = harness.manager.shared.ledger
         assert ledger.group("default").counted <= capacity // 2
         assert first.phase is Phase.SETTLED
-        store.away.clear()
+        store.away = set()
         await harness.rounds(2)
     finally:
-        store.away.clear()
+        store.away = set()
         await harness.close()
 
 
@@ -228,7 +217,7 @@ async def test_a_replica_that_took_over_without_the_retiring_commit_keeps_the_by
 async def test_a_commit_tells_that_the_store_went_back(harness: Harness, store: PartlyAway) -> None:
     await harness.put(KEYS)
     behind = store.snapshot()
-    gone = await harness.put([1_000])
+    await harness.put([1_000])
     await harness.put([1_001, 1_002])
     store.restore(behind)
     # More commits than were lost: the number alone, looked at later, would tell nothing.
@@ -236,7 +225,5 @@ async def test_a_commit_tells_that_the_store_went_back(harness: Harness, store: 
         await harness.put([key])
     await harness.rounds(3)
     assert harness.index().lost_writes > 0
-    assert await harness.hits([1_000]) in (0, 1)
     await harness.drain()
     await harness.check_counters()
-    assert gone.session

@@ -146,18 +146,21 @@ async def test_a_paused_server_never_makes_a_call_hang(server: ValkeyServer) -> 
 async def test_of_a_cut_connection_commits_are_unknown_and_reads_are_repeated(
     server: ValkeyServer,
 ) -> None:
-    async with proxy(server.port) as between, opened(f"valkey://127.0.0.1:{between.port}") as store:
-        await claim(store, SHARD)
-        between.swallow_replies = True
-        shards = [SHARD, SHARD, ShardId(b"space", 8)]
-        results = await store.commit([ShardCommit(s, FENCE, [puts({b"k": b"1"})]) for s in shards])
-        kinds = [type(result.error) for result in results]
-        assert kinds == [OutcomeUnknown, Unavailable, OutcomeUnknown], "the second was not sent"
-        between.swallow_replies = False
-        await eventually(lambda: answers(store))
-        assert await get(store, SHARD, b"k") == [b"1"], "it did happen"
-        between.cut()
-        assert await get(store, SHARD, b"k") == [b"1"]
+    with proxy(server.port) as between:
+        async with opened(f"valkey://127.0.0.1:{between.port}") as store:
+            await claim(store, SHARD)
+            between.swallow_replies = True
+            shards = [SHARD, SHARD, ShardId(b"space", 8)]
+            results = await store.commit(
+                [ShardCommit(s, FENCE, [puts({b"k": b"1"})]) for s in shards]
+            )
+            kinds = [type(result.error) for result in results]
+            assert kinds == [OutcomeUnknown, Unavailable, OutcomeUnknown], "the second was not sent"
+            between.swallow_replies = False
+            await eventually(lambda: answers(store))
+            assert await get(store, SHARD, b"k") == [b"1"], "it did happen"
+            between.cut()
+            assert await get(store, SHARD, b"k") == [b"1"]
 
 
 async def test_a_full_server_refuses_grants_and_takes_what_frees() -> None:
@@ -281,25 +284,26 @@ async def test_a_call_given_up_disturbs_no_other(shared_valkey: ValkeyServer) ->
 
 
 async def test_a_call_is_one_round_trip_whatever_its_size(server: ValkeyServer) -> None:
-    async with proxy(server.port) as between, opened(f"valkey://127.0.0.1:{between.port}") as store:
-        name = space()
-        shards = [ShardId(name, number) for number in range(64)]
-        keys = list(numbered(4_400))
+    with proxy(server.port) as between:
+        async with opened(f"valkey://127.0.0.1:{between.port}") as store:
+            name = space()
+            shards = [ShardId(name, number) for number in range(64)]
+            keys = list(numbered(4_400))
 
-        async def trips(work: object) -> int:
-            before = between.round_trips
-            await work  # type: ignore[misc]
-            return between.round_trips - before
+            async def trips(work: object) -> int:
+                before = between.round_trips
+                await work  # type: ignore[misc]
+                return between.round_trips - before
 
-        assert await trips(store.claim(shards, FENCE)) == 1
-        rows = [puts(dict.fromkeys(keys[i::64], b"v")) for i in range(64)]
-        commits = [ShardCommit(s, FENCE, [m]) for s, m in zip(shards, rows, strict=True)]
-        assert await trips(store.commit(commits)) == 1
-        asked = [(s, keys[i::64]) for i, s in enumerate(shards)]
-        assert await trips(store.get_many(asked, Table.ROWS)) == 1
-        assert await trips(store.acknowledged(shards)) == 1
-        assert await trips(store.drop(shards[0])) == 3
-        assert await trips(store.spaces()) == 2
+            assert await trips(store.claim(shards, FENCE)) == 1
+            rows = [puts(dict.fromkeys(keys[i::64], b"v")) for i in range(64)]
+            commits = [ShardCommit(s, FENCE, [m]) for s, m in zip(shards, rows, strict=True)]
+            assert await trips(store.commit(commits)) == 1
+            asked = [(s, keys[i::64]) for i, s in enumerate(shards)]
+            assert await trips(store.get_many(asked, Table.ROWS)) == 1
+            assert await trips(store.acknowledged(shards)) == 1
+            assert await trips(store.drop(shards[0])) == 3
+            assert await trips(store.spaces()) == 2
 
 
 async def test_only_the_shard_s_own_keys_are_touched(server: ValkeyServer) -> None:
@@ -350,7 +354,7 @@ async def test_tls_is_spoken_and_the_server_verified(
     certificate, key = make_certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
-    async with proxy(shared_valkey.port, context) as between:
+    with proxy(shared_valkey.port, context) as between:
         url = f"valkeys://localhost:{between.port}{QUICK}"
         shard = ShardId(space(), 0)
         for options in (f"&ssl_ca_certs={certificate}", "&ssl_cert_reqs=none"):
