@@ -208,6 +208,8 @@ def placeholder(spec_names: Sequence[str], asked: int, as_json: bool) -> bytes:
 
 
 def close_body(pieces: Sequence[bytes], as_json: bool) -> bytes:
-    """Join framed entries into an answer's body (JSON loses its last comma)."""
-    body = b"".join(pieces)
-    return body[:-1] if as_json and body else body
+    """Join framed entries into an answer's body, in one copy (JSON loses its last comma)."""
+    last = next((i for i in range(len(pieces) - 1, -1, -1) if pieces[i]), None)
+    if not as_json or last is None:
+        return b"".join(pieces)
+    return b"".join((*pieces[:last], pieces[last][:-1]))
