@@ -14,7 +14,11 @@ from kvcm.metaindex.reading import RowRefs
 from kvcm.metaindex.records import Phase
 
 _CHUNK_FIRST = 64
+_CHUNK_GROWTH = 4
 _CHUNK_MAX = 2048
+_FAR_CHUNK_GROWTH = 128
+_FAR_CHUNK_MAX = 8192
+"""Behind a network a round trip costs more than rows that were not needed."""
 
 
 class Segment(NamedTuple):
@@ -49,7 +53,8 @@ class Scan:
         self.raw = raw
         self.segments: list[Segment] = []
         self.others: dict[int, RowRefs] = {}
-        self._loaded: dict[int, Sequence[Ref]] = {}
+        self._values: dict[int, bytes | None] = {}
+        self._found: dict[bytes, View] = {}
         self._chunk = _CHUNK_FIRST
 
     async def run(self, start: int, end: int, usable: Usable) -> None:
@@ -63,10 +68,10 @@ class Scan:
         while i < end:
             found: Sequence[Ref] | None = rows.get(keys[i])
             if found is None:
-                found = self._loaded.get(keys[i])
-                if found is None:
+                if keys[i] not in self._values:
                     i += await self._fill(i, end)
                     continue
+                found = self._resolve(keys[i])
             i += self._take(i, end, found, usable) if found else 1
 
     def _take(self, i: int, end: int, refs: Sequence[Ref], usable: Usable) -> int:
@@ -92,19 +97,29 @@ class Scan:
     async def _fill(self, i: int, end: int) -> int:
         """Read rows from key ``i`` on; returns how many of the first keys have none."""
         keys = self.keys[i : min(i + self._chunk, end)]
-        self._chunk = min(self._chunk * 4, _CHUNK_MAX)
+        if self.index.shared.store.read_ahead > 1:
+            self._chunk = min(self._chunk * _FAR_CHUNK_GROWTH, _FAR_CHUNK_MAX)
+        else:
+            self._chunk = min(self._chunk * _CHUNK_GROWTH, _CHUNK_MAX)
         generation = self.index.row_generation
-        rows = await self.index.rows_of(keys, partial=self._partial)
-        if not any(rows):
-            return len(keys)
-        extent_ids = {e for refs in rows for e, _ in refs}
-        views = await self.index.views_of(extent_ids, partial=self._partial)
-        for key, row in zip(keys, rows, strict=True):
-            self._loaded[key] = [(views[e], p) for e, p in row if e in views] if row else ()
-        first = self._loaded[keys[0]]
+        values = await self.index.row_values(keys, partial=self._partial)
+        missing = next((n for n, value in enumerate(values) if value is not None), len(values))
+        if missing == len(values):
+            return missing
+        extents = self.index.extents_in(values)
+        self._found.update(await self.index.views_of(extents, partial=self._partial))
+        self._values.update(zip(keys, values, strict=True))
+        first = self._resolve(keys[0])
         if first:
             self.index.link(keys[0], first, generation)
-        return next(n for n, row in enumerate(rows) if row)
+        return missing
+
+    def _resolve(self, key: int) -> Sequence[Ref]:
+        """The usable references of a row that was read."""
+        value = self._values[key]
+        if value is None:
+            return ()
+        return [(self._found[e], p) for e, p in self.index.refs_of(value) if e in self._found]
 
     def intact(self) -> bool:
         """Whether nothing that was found has gone, or is being evicted, since."""

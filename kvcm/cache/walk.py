@@ -7,7 +7,7 @@ the row look-up is saved, since equal keys in a serving extent are a hit by defi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcm.core.keys import KeyBatch, KeyForm
 from kvcm.metaindex import bits
@@ -15,7 +15,8 @@ from kvcm.metaindex.answers import Answers, Selector
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.readcache import Ref, View
 
-_READ_AHEAD_MAX = 2048
+_READ_AHEAD_GROWTH = 16
+_READ_AHEAD_MAX = 4096
 
 
 class PrefixWalk:
@@ -32,7 +33,9 @@ class PrefixWalk:
     __slots__ = (
         "_ahead",
         "_available",
-        "_loaded",
+        "_found",
+        "_generation",
+        "_values",
         "at",
         "batch",
         "hits",
@@ -66,7 +69,9 @@ class PrefixWalk:
         self.hits = 0
         self.storage: str | None = None
         self._available: dict[str, bool] = {}
-        self._loaded: dict[int, list[Ref]] = {}
+        self._generation = 0
+        self._values: dict[int, bytes | None] = {}
+        self._found: Mapping[bytes, View] = {}
         self._ahead = index.shared.store.read_ahead
 
     def run(self) -> bool:
@@ -98,9 +103,9 @@ class PrefixWalk:
             key = self.batch.key_at(self.at)
             refs: Sequence[Ref] | None = rows.get(key)
             if refs is None:
-                refs = self._loaded.get(key)
-                if refs is None:
+                if key not in self._values:
                     return False
+                refs = self._resolve(key)
             found = self._take(refs)
             if found is None:
                 return True
@@ -164,12 +169,18 @@ class PrefixWalk:
             array = self.batch.array()
             index = self.batch.index_at(self.at)
             keys = list(array[index : index + self._ahead])
-            self._ahead = min(self._ahead * 4, _READ_AHEAD_MAX)
-        generation = self.index.row_generation
-        rows = await self.index.rows_of(keys, partial=True)
-        extent_ids = [e for refs in rows for e, _ in refs]
-        views = await self.index.views_of(extent_ids, partial=True)
-        for key, row in zip(keys, rows, strict=True):
-            self._loaded[key] = usable = [(views[e], p) for e, p in row if e in views]
-            if usable:
-                self.index.link(key, usable, generation)
+            self._ahead = min(self._ahead * _READ_AHEAD_GROWTH, _READ_AHEAD_MAX)
+        self._generation = self.index.row_generation
+        values = await self.index.row_values(keys, partial=True)
+        extents = self.index.extents_in(values)
+        # The walk only goes forward: what was read before is not needed again.
+        self._found = await self.index.views_of(extents, partial=True)
+        self._values = dict(zip(keys, values, strict=True))
+
+    def _resolve(self, key: int) -> Sequence[Ref]:
+        """The usable references of a row that was read: once an extent, not once a key."""
+        row = self.index.refs_of(self._values[key])
+        usable = [(self._found[e], p) for e, p in row if e in self._found]
+        if usable:
+            self.index.link(key, usable, self._generation)
+        return usable

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from kvcm.core.types import Instance
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import Selector, owner_of
 from kvcm.metaindex.book import Book, Entry
-from kvcm.metaindex.ids import SessionIds, home_shard
+from kvcm.metaindex.ids import EXTENT_ID_BYTES, SessionIds, home_shard
 from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.readcache import Ref, View
@@ -133,10 +134,14 @@ class InstanceReader(abc.ABC):
             self.book.settle(entry)
 
     async def rows_of(self, keys: Sequence[int], *, partial: bool = False) -> list[RowRefs]:
-        """The references of each key's row, in order; an unreadable row is empty.
+        """The references of each key's row, in order, as ``row_values`` and ``refs_of`` give."""
+        return list(map(self.refs_of, await self.row_values(keys, partial=partial)))
+
+    async def row_values(self, keys: Sequence[int], *, partial: bool = False) -> list[bytes | None]:
+        """Each key's row as it is stored, in order; None where there is none.
 
         Args:
-            partial: rows in shards that cannot be reached are empty too, unless none can.
+            partial: rows in shards that cannot be reached are None too, unless none can.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store.
@@ -145,20 +150,25 @@ class InstanceReader(abc.ABC):
             number = shard_of(keys[0], self.shard_count)
             raw = keys[0].to_bytes(8, "little", signed=True)
             got = await self._get([(number, [raw])], Table.ROWS, partial)
-            return [self._row(got[0][0])]
+            return got[0]
         values = np.asarray(keys, dtype=np.int64)
         order, parts = by_shard(values, self.shard_count)
         raw_keys = raw_row_keys(values[order])
         asked = [(number, raw_keys[start:end]) for number, start, end in parts]
         answers = await self._get(asked, Table.ROWS, partial)
-        out: list[RowRefs] = [_NO_REFS] * len(keys)
-        for (_, start, _), found in zip(parts, answers, strict=True):
-            if found.count(None) == len(found):
-                continue
-            for at, value in enumerate(found, start):
-                if value is not None:
-                    out[order[at]] = self._row(value)
+        out: list[bytes | None] = [None] * len(keys)
+        for at, value in zip(order.tolist(), chain.from_iterable(answers), strict=True):
+            out[at] = value
         return out
+
+    def extents_in(self, rows: Sequence[bytes | None]) -> set[bytes]:
+        """The extents that rows name."""
+        names = {row[:EXTENT_ID_BYTES] for row in rows if row is not None}
+        size = records.REF_BYTES
+        # Few rows have more than one reference.
+        for row in [row for row in rows if row is not None and len(row) > size]:
+            names.update(row[i : i + EXTENT_ID_BYTES] for i in range(0, len(row), size))
+        return names
 
     async def _get(
         self, asked: Sequence[tuple[int, Sequence[bytes]]], table: Table, partial: bool
@@ -184,9 +194,10 @@ class InstanceReader(abc.ABC):
             values.append(none if answer is None or isinstance(answer, KvcmError) else answer)
         return values
 
-    def _row(self, value: bytes | None) -> RowRefs:
+    def refs_of(self, value: bytes | None) -> RowRefs:
+        """The references in a stored row; none in one that is not there or not readable."""
         if value is None:
-            return []
+            return _NO_REFS
         try:
             return records.decode_row(value)
         except CorruptRecord as error:
@@ -279,8 +290,9 @@ class InstanceReader(abc.ABC):
             by_shard.setdefault(home_shard(extent_id), []).append(extent_id)
         ids = list(by_shard.items())
         heads = [(n, [records.chunk_key(e, 0) for e in members]) for n, members in ids]
-        states = await self._get(ids, Table.STATES, partial)
-        firsts = await self._get(heads, Table.EXTENTS, partial)
+        states, firsts = await asyncio.gather(
+            self._get(ids, Table.STATES, partial), self._get(heads, Table.EXTENTS, partial)
+        )
         out: dict[bytes, tuple[Extent, State] | None] = {}
         more: list[tuple[Extent, int, State]] = []
         for (_, members), shard_states, shard_firsts in zip(ids, states, firsts, strict=True):

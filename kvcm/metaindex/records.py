@@ -337,6 +337,10 @@ def decode_trash(key: bytes, data: bytes) -> Trash:
         raise CorruptRecord(f"trash {key.hex()}: {error}") from error
 
 
+REF_BYTES = _REF.size
+"""One reference of a row."""
+
+
 def encode_ref(extent_id: bytes, position: int) -> bytes:
     """One 14-byte reference of a row."""
     return _REF.pack(extent_id, position)
