@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 
-from benchmarks import cases, load, results
+from benchmarks import cases, load, results, store
 from benchmarks.profile import What, profile
 
 app = typer.Typer(
@@ -102,6 +102,18 @@ def profile_command(
     typer.echo(report)
 
 
+@app.command("store")
+def store_command(
+    index_url: Annotated[
+        str, typer.Option(help="As in the settings; default: a Valkey of its own.")
+    ] = "",
+    keys: Annotated[int, typer.Option(help="Keys in the index.")] = 200_000,
+    extent: Annotated[int, typer.Option(help="Blocks per StartWrite of what is there.")] = 64,
+) -> None:
+    """What an index store costs: cold lookups, start, finish, memory, claims; in process."""
+    store.measure(index_url, keys, extent, typer.echo)
+
+
 @app.command()
 def report() -> None:
     """Put the newest result files into the tables of the README."""
@@ -111,7 +123,7 @@ def report() -> None:
 
 def main() -> None:
     """Without a subcommand everything is measured."""
-    commands = {"run", "profile", "report", "--help", "-h"}
+    commands = {"run", "profile", "report", "store", "--help", "-h"}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.argv.insert(1, "run")
     app()

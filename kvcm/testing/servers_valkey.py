@@ -119,8 +119,11 @@ class ValkeyServer:
             raise _Ended
         try:
             return bool(self.call("PING") == b"PONG")
-        except (OSError, ServerError):
+        except OSError:
             return False
+        except ServerError as error:
+            # It is up, and wants a password from whoever asks.
+            return str(error).startswith("NOAUTH")
 
     def call(self, *command: str | bytes | int) -> Any:
         """One command on a connection of its own; ServerError when the server refuses it."""

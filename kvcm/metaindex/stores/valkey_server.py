@@ -27,9 +27,10 @@ async def check_servers(nodes: Sequence[Node], config: ValkeyConfig) -> None:
             await _check(node, config)
         except Unavailable as error:
             failures.append(error)
-            _log.error("%s; what lies there is missing", error)
     if failures and len(failures) == len(nodes):
         raise failures[0]
+    for failure in failures:
+        _log.error("%s; what lies there is missing", failure)
 
 
 async def _check(node: Node, config: ValkeyConfig) -> None:
