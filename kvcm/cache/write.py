@@ -269,19 +269,20 @@ class Writes:
         if state.phase is Phase.ABORTED and state.cause is Cause.EXPIRED:
             return None
         mask = _success_bits(success, extent.count)
-        if state.phase is Phase.ABORTED:
-            return None
-        if state.phase is not Phase.OPEN:
+        now_ms = self._context.now_ms()
+        if state.phase is not Phase.OPEN and state.finished_ms:
             if mask != state.finished:
                 raise InvalidArgument(
                     "success_blocks differs from the mask this session was finished with"
                 )
             return None
+        if state.phase is not Phase.OPEN:
+            # Cancelled before its finish: nothing is published, but its mask counts.
+            return state.next(index.new_version(), finished=mask, finished_ms=now_ms)
         entry = index.book.entries.get(extent.extent_id)
         if entry is not None and entry.deadline <= self._context.clock.monotonic():
             return self._aborted(index, state)
         publish = mask & ~state.cancelled if extent.trim >= index.trim else 0
-        now_ms = self._context.now_ms()
         return state.next(
             index.new_version(),
             phase=Phase.SETTLED if publish else Phase.RETIRED,

@@ -512,3 +512,14 @@ async def test_a_trimmed_key_is_gone_or_there_never_between(harness: Harness) ->
     assert all(read_slot(u) for x in grant.locations for u in x.uris.values())
     await harness.wait(2)
     assert not any(read_slot(u) for x in grant.locations for u in x.uris.values())
+
+
+async def test_a_cancelled_session_keeps_the_mask_it_was_finished_with(harness: Harness) -> None:
+    grant = await harness.start([1, 2])
+    await harness.trim()
+    await harness.round()
+    await harness.finish(grant, [True, False])
+    await harness.finish(grant, [True, False])
+    with pytest.raises(InvalidArgument, match="differs"):
+        await harness.finish(grant, [True, True])
+    assert await harness.hits([1, 2]) == 0
