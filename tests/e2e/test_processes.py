@@ -252,12 +252,12 @@ def test_damaged_records_are_misses_and_stop_nothing(site: Site) -> None:
             assert put(client, name, missing) == len(missing), name
             assert all(right(client, name, range(400))), name
         assert all(right(client, "new", range(8)))
-        # Two each of meta, extents, states and trash at load; rows as they are met. A lost stamp
-        # only ages an extent.
-        assert site.usage()["quarantined"] >= 10
+        # Two each of meta, extents, states and trash at load. A row is met when it is read, and its
+        # random bytes may read as references to nothing; a lost stamp only ages an extent.
+        assert site.usage()["quarantined"] >= 8
     log = site.log.read_text()
     assert site.stop() == 0
-    assert log.count("a record does not parse") >= 10
+    assert log.count("a record does not parse") >= 8
     assert "Traceback" not in log
 
 

@@ -31,18 +31,19 @@ def server() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def url(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(database, "_TRANSACTION_TIMEOUT_S", SHORT_S)
+def url(server: PostgresServer) -> Iterator[str]:
     name = server.take_database()
     yield server.url(name)
     server.give_back(name)
 
 
 @pytest.fixture
-async def registry(url: str) -> AsyncIterator[Registry]:
+async def registry(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Registry]:
     opened = Registry(url, SystemClock())
     await opened.open()
     await opened.put_storage(storage(), expect_new=True)
+    # Not before: making the tables takes longer on a busy machine.
+    monkeypatch.setattr(database, "_TRANSACTION_TIMEOUT_S", SHORT_S)
     yield opened
     await opened.close()
 
