@@ -14,7 +14,8 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import ConfigError
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
-from kvcm.reclaimer.loops import Surroundings, build_loops
+from kvcm.reclaimer.base import Surroundings
+from kvcm.reclaimer.loops import build_loops
 from kvcm.registry.database import with_password
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet

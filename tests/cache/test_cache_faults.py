@@ -15,7 +15,7 @@ from kvcm.core.mask import BlockMask
 from kvcm.core.types import QueryType
 from kvcm.metaindex.ids import home_shard
 from kvcm.metaindex.store import CommitResult, ShardCommit
-from kvcm.reclaimer.loops import retire_with
+from kvcm.reclaimer.base import retire_with
 from kvcm.testing.faults import Crash, Fault, Op, at_random, no_faults, script
 from tests.cache.harness import Grant, Harness, file_of, payload, read_slot
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcm.cache.scan import Scan
-from kvcm.reclaimer.loops import retire_with
+from kvcm.reclaimer.base import retire_with
 from tests.cache.harness import Harness
 
 

@@ -25,7 +25,7 @@ from kvcm.metaindex.readcache import ReadCache, View
 from kvcm.metaindex.records import Extent, Phase, State
 from kvcm.metaindex.shards import Shards, shard_of
 from kvcm.metaindex.store import ShardId, Table
-from kvcm.reclaimer.loops import TrashLoop, _Pending
+from kvcm.reclaimer.trash import TrashLoop, _Pending
 from kvcm.storage_backends import posix_names
 from tests.cache.harness import Grant, Harness, file_of, payload, read_slot, write_slot
 

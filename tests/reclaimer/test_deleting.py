@@ -125,7 +125,7 @@ def _uris(grant: Grant) -> list[str]:
 async def test_a_storage_that_hangs_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcm.reclaimer.loops._DELETE_S_MAX", 0.05)
+    monkeypatch.setattr("kvcm.reclaimer.trash._DELETE_S_MAX", 0.05)
     h = await Harness(root=tmp_path, storages=("nfs_01", "nfs_02")).open()
     await h.register()
     grants = [await h.put([i]) for i in range(8)]
