@@ -81,6 +81,20 @@ class AccountRole(IntEnum):
     ADMIN = 1
 
 
+class TtlSince(IntEnum):
+    """What POLICY_TTL counts an extent's age from (ours: field 102 of CacheReclaimStrategy)."""
+
+    USE = 0
+    FINISH = 1
+
+
+class AdmissionPolicy(IntEnum):
+    """Who may write under pressure (ours: field 103 of CacheReclaimStrategy)."""
+
+    ALL = 0
+    TINYLFU = 1
+
+
 class BlockStatus(IntEnum):
     """CLS_* of GetCacheMeta (wire.md §4)."""
 
@@ -98,13 +112,21 @@ class Entity(BaseModel):
 
 
 class StorageConfig(Entity):
-    """One storage. ``spec`` holds the fields of the wire's oneof member for ``type``."""
+    """One storage. ``spec`` holds the fields of the wire's oneof member for ``type``.
+
+    ``capacity_bytes`` is what all groups together may hold there, trash included; 0 = unlimited.
+    Above ``high_percentage`` of it (a fraction; 0 = never) eviction goes on down to
+    ``low_percentage`` (0 = 5 points below).
+    """
 
     global_unique_name: str
     type: StorageType
     spec: dict[str, Any] = {}
     check_storage_available_when_open: bool = False
     enabled: bool = True
+    capacity_bytes: int = 0
+    high_percentage: float = 0.0
+    low_percentage: float = 0.0
 
 
 class StorageStatus(StorageConfig):
@@ -135,7 +157,11 @@ class TriggerStrategy(Entity):
 
 
 class CacheReclaimStrategy(Entity):
-    """When and how a group's space is reclaimed."""
+    """When and how a group's space is reclaimed.
+
+    ``low_percentage``: where eviction stops, a fraction of the capacity; 0 = 5 points below the
+    mark that was crossed. ``ttl_seconds`` and ``ttl_since`` serve POLICY_TTL; 0 = no age is too old.
+    """
 
     storage_unique_name: str = ""
     reclaim_policy: ReclaimPolicy = ReclaimPolicy.UNSPECIFIED
@@ -144,6 +170,10 @@ class CacheReclaimStrategy(Entity):
     reclaim_step_size: int = 0
     reclaim_step_percentage: int = 0
     delay_before_delete_ms: int = 0
+    low_percentage: float = 0.0
+    ttl_seconds: int = 0
+    ttl_since: TtlSince = TtlSince.USE
+    admission: AdmissionPolicy = AdmissionPolicy.ALL
 
 
 class MetaStorageBackendConfig(Entity):
