@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 
 from kvcm.client import Client
+from kvcm.metaindex.stores.valkey import ValkeyStore
 from kvcm.optimizer.trace import TRACE_BLOCK_TOKENS
 from kvcm.optimizer.workload import WorkloadKind, generate, write_rows
-from kvcm.testing.audit import AuditReport, audit_data_dir
+from kvcm.testing.audit import AuditReport, audit, audit_data_dir
 from kvcm.testing.eventually import eventually_sync
 
 # A start takes a second of processor time, and the machine may be busy.
@@ -56,13 +57,22 @@ def run(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 class Site:
-    """A data folder, a storage of files beside it, and the manager on them.
+    """A data folder, a storage of files beside it, and the manager on them; its index is in the
+    data folder too unless ``index_url`` names a Valkey.
 
     The first start takes free ports; later ones the same, so that engines find it again.
     """
 
-    def __init__(self, folder: Path, *, root: Path | None = None, keys_per_file: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        root: Path | None = None,
+        keys_per_file: int = 8,
+        index_url: str = "",
+    ) -> None:
         self.folder = folder
+        self.index_url = index_url
         self.data_dir = folder / "data"
         self.root = root or folder / "blocks"
         self.ready_file = folder / "ready.json"
@@ -109,6 +119,7 @@ class Site:
                     f"--data-dir={self.data_dir}",
                     f"--bootstrap={self.bootstrap}",
                     f"--ready-file={self.ready_file}",
+                    *([f"--index-url={self.index_url}"] if self.index_url else []),
                     *options,
                     *arguments,
                 ),
@@ -167,9 +178,20 @@ class Site:
 
     def audit(self, *, after_crash: bool = False) -> AuditReport:
         """Audit the stopped manager's data."""
+        if self.index_url:
+            return asyncio.run(self._audit_elsewhere(after_crash))
         return asyncio.run(audit_data_dir(self.data_dir, after_crash=after_crash))
 
-    def audit_at_rest(self) -> AuditReport:
+    async def _audit_elsewhere(self, after_crash: bool) -> AuditReport:
+        store = ValkeyStore(self.index_url)
+        await store.open()
+        try:
+            url = f"sqlite:///{self.data_dir}/registry.db"
+            return await audit(url, store, after_crash=after_crash)
+        finally:
+            await store.close()
+
+    def audit_at_rest(self, *, settings: Sequence[str] = QUICK) -> AuditReport:
         """As ``audit``, once the second deletes of late writers are over too.
 
         Each try starts and stops the manager, since only a stopped one's trash can be listed.
@@ -181,7 +203,7 @@ class Site:
             report = self.audit()
             if report.problems or not (report.trash or report.open):
                 return report
-            self.start()
+            self.start(settings=settings)
             return None
 
         return eventually_sync(empty, timeout=PATIENCE_S, interval=float(WRITE_TIMEOUT_S))
