@@ -28,6 +28,8 @@ ReclaimPolicy: POLICY_UNSPECIFIED 0, POLICY_LRU 1, POLICY_LFU 2, POLICY_TTL 3.
 CachePreferStrategy: CPS_UNSPECIFIED 0, CPS_ALWAYS_3FS 1, CPS_PREFER_3FS 2, CPS_ALWAYS_MOONCAKE 3,
   CPS_PREFER_MOONCAKE 4, CPS_ALWAYS_TAIR_MEMPOOL 5, CPS_PREFER_TAIR_MEMPOOL 6, CPS_ALWAYS_VCNS_3FS 7, CPS_PREFER_VCNS_3FS 8.
 AccountRole: ROLE_USER 0, ROLE_ADMIN 1.
+TtlSince: TTL_SINCE_USE 0, TTL_SINCE_FINISH 1.
+AdmissionPolicy: ADMISSION_ALL 0, ADMISSION_TINYLFU 1.
 """
 
 # Fields without a type are strings, as trace_id:1 is throughout the page.
@@ -56,7 +58,7 @@ RemoveCacheRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_ids:4 
 """
 MESSAGES_META = """
 CommonResponseHeader{status:1 Status, request_id:2 s, tracer_result:3 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double}
 RegisterInstanceResponse{header:1 CommonResponseHeader, storage_configs:2 s}
 GetInstanceInfoResponse{header:1 CommonResponseHeader, instance_group:2 s, instance_info:3 InstanceInfo}
 GetCacheLocationRequest{trace_id:1, instance_id:2, query_type:3 QueryType, block_keys:4 rep i64, token_ids:5 rep i64, block_mask:6 BlockMask, sw_size:7 i32, location_spec_names:8 rep s, features:100 u32}
@@ -68,7 +70,7 @@ TrimCacheRequest{trace_id:1, instance_id:2, strategy:3 TrimStrategy, begin_times
 """
 MESSAGES_ADMIN = """
 CommonResponseHeader{status:1 Status, request_id:2 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double}
 AddStorageRequest{trace_id:1, storage:2 StorageConfig}
 EnableStorageRequest{trace_id:1, storage_unique_name:2}
 DisableStorageRequest{trace_id:1, storage_unique_name:2}
@@ -79,7 +81,7 @@ ListStorageResponse{header:1 CommonResponseHeader, storage:2 rep StorageConfig}
 TriggerStrategy{used_size:1 i64, used_percentage:2 double}
 QuotaConfig{storage_type:1 StorageType, capacity:2 i64}
 InstanceGroupQuota{capacity:1 i64, quota_config:2 rep QuotaConfig}
-CacheReclaimStrategy{storage_unique_name:1 s, reclaim_policy:2 ReclaimPolicy, trigger_strategy:3 TriggerStrategy, trigger_period_seconds:4 i32, reclaim_step_size:5 i32, reclaim_step_percentage:6 i32, delay_before_delete_ms:7 i32}
+CacheReclaimStrategy{storage_unique_name:1 s, reclaim_policy:2 ReclaimPolicy, trigger_strategy:3 TriggerStrategy, trigger_period_seconds:4 i32, reclaim_step_size:5 i32, reclaim_step_percentage:6 i32, delay_before_delete_ms:7 i32, low_percentage:100 opt double, ttl_seconds:101 opt i64, ttl_since:102 opt TtlSince, admission:103 opt AdmissionPolicy}
 MetaStorageBackendConfig{storage_type:1 s, storage_uri:2 s}
 MetaCachePolicyConfig{capacity:1 i64, type:2 s, cache_shard_bits:3 i32, high_pri_pool_ratio:4 double}
 MetaIndexerConfig{max_key_count:1 i64, mutex_shard_num:2 i64, batch_key_size:3 i64, meta_storage_backend_config:4 MetaStorageBackendConfig, meta_cache_policy_config:5 MetaCachePolicyConfig}
@@ -180,6 +182,9 @@ def read_field(text: str, oneof: str) -> Field:
     head, *rest = text.split()
     name, number = head.split(":")
     kind = rest[-1] if rest else "s"
+    if rest[:1] == ["opt"]:
+        # Presence of a scalar is a oneof of its own in the descriptor.
+        oneof = f"_{name}"
     return name, int(number), SCALARS.get(kind, kind), rest[:1] == ["rep"], oneof
 
 

@@ -129,6 +129,38 @@ CPS_ALWAYS_VCNS_3FS: CachePreferStrategy.ValueType  # 7
 CPS_PREFER_VCNS_3FS: CachePreferStrategy.ValueType  # 8
 Global___CachePreferStrategy: _TypeAlias = CachePreferStrategy  # noqa: Y015
 
+class _TtlSince:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TtlSinceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TtlSince.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TTL_SINCE_USE: _TtlSince.ValueType  # 0
+    TTL_SINCE_FINISH: _TtlSince.ValueType  # 1
+
+class TtlSince(_TtlSince, metaclass=_TtlSinceEnumTypeWrapper):
+    """Ours: what POLICY_TTL counts an age from."""
+
+TTL_SINCE_USE: TtlSince.ValueType  # 0
+TTL_SINCE_FINISH: TtlSince.ValueType  # 1
+Global___TtlSince: _TypeAlias = TtlSince  # noqa: Y015
+
+class _AdmissionPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdmissionPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdmissionPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADMISSION_ALL: _AdmissionPolicy.ValueType  # 0
+    ADMISSION_TINYLFU: _AdmissionPolicy.ValueType  # 1
+
+class AdmissionPolicy(_AdmissionPolicy, metaclass=_AdmissionPolicyEnumTypeWrapper):
+    """Ours: who may write under pressure."""
+
+ADMISSION_ALL: AdmissionPolicy.ValueType  # 0
+ADMISSION_TINYLFU: AdmissionPolicy.ValueType  # 1
+Global___AdmissionPolicy: _TypeAlias = AdmissionPolicy  # noqa: Y015
+
 class _AccountRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -616,12 +648,23 @@ class StorageConfig(_message.Message):
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_REASON_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    HIGH_PERCENTAGE_FIELD_NUMBER: _builtins.int
+    LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
     disabled: _builtins.bool
     """Ours, in answers only: taken out of service by an operator."""
     unavailable_reason: _builtins.str
     """Ours, in answers only: why it cannot be used now; empty when it can."""
+    capacity_bytes: _builtins.int
+    """Ours; an update that leaves one out keeps what is stored.
+    What all groups together may hold there, deleted bytes included until they are gone; 0 = no limit.
+    """
+    high_percentage: _builtins.float
+    """Fraction of the capacity above which eviction begins; 0 = never."""
+    low_percentage: _builtins.float
+    """Where that eviction stops; 0 = 5 points below."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -647,13 +690,29 @@ class StorageConfig(_message.Message):
         check_storage_available_when_open: _builtins.bool = ...,
         disabled: _builtins.bool = ...,
         unavailable_reason: _builtins.str = ...,
+        capacity_bytes: _builtins.int | None = ...,
+        high_percentage: _builtins.float | None = ...,
+        low_percentage: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
+    _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__high_percentage: _TypeAlias = _typing.Literal["high_percentage"]  # noqa: Y015
+    _WhichOneofArgType__high_percentage: _TypeAlias = _typing.Literal["_high_percentage", b"_high_percentage"]  # noqa: Y015
+    _WhichOneofReturnType__low_percentage: _TypeAlias = _typing.Literal["low_percentage"]  # noqa: Y015
+    _WhichOneofArgType__low_percentage: _TypeAlias = _typing.Literal["_low_percentage", b"_low_percentage"]  # noqa: Y015
     _WhichOneofReturnType_storage_spec: _TypeAlias = _typing.Literal["local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs"]  # noqa: Y015
     _WhichOneofArgType_storage_spec: _TypeAlias = _typing.Literal["storage_spec", b"storage_spec"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity_bytes) -> _WhichOneofReturnType__capacity_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high_percentage) -> _WhichOneofReturnType__high_percentage | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_percentage) -> _WhichOneofReturnType__low_percentage | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_storage_spec) -> _WhichOneofReturnType_storage_spec | None: ...
 
 Global___StorageConfig: _TypeAlias = StorageConfig  # noqa: Y015
@@ -898,12 +957,24 @@ class CacheReclaimStrategy(_message.Message):
     RECLAIM_STEP_SIZE_FIELD_NUMBER: _builtins.int
     RECLAIM_STEP_PERCENTAGE_FIELD_NUMBER: _builtins.int
     DELAY_BEFORE_DELETE_MS_FIELD_NUMBER: _builtins.int
+    LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    TTL_SINCE_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     storage_unique_name: _builtins.str
     reclaim_policy: Global___ReclaimPolicy.ValueType
     trigger_period_seconds: _builtins.int
     reclaim_step_size: _builtins.int
     reclaim_step_percentage: _builtins.int
     delay_before_delete_ms: _builtins.int
+    low_percentage: _builtins.float
+    """Ours; an update that leaves one out keeps what is stored.
+    Where eviction stops, a fraction of the capacity; 0 = 5 points below the mark.
+    """
+    ttl_seconds: _builtins.int
+    """POLICY_TTL: the age from which an extent goes; 0 = none is too old."""
+    ttl_since: Global___TtlSince.ValueType
+    admission: Global___AdmissionPolicy.ValueType
     @_builtins.property
     def trigger_strategy(self) -> Global___TriggerStrategy: ...
     def __init__(
@@ -916,12 +987,31 @@ class CacheReclaimStrategy(_message.Message):
         reclaim_step_size: _builtins.int = ...,
         reclaim_step_percentage: _builtins.int = ...,
         delay_before_delete_ms: _builtins.int = ...,
+        low_percentage: _builtins.float | None = ...,
+        ttl_seconds: _builtins.int | None = ...,
+        ttl_since: Global___TtlSince.ValueType | None = ...,
+        admission: Global___AdmissionPolicy.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trigger_strategy", b"trigger_strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admission", b"_admission", "_low_percentage", b"_low_percentage", "_ttl_seconds", b"_ttl_seconds", "_ttl_since", b"_ttl_since", "admission", b"admission", "low_percentage", b"low_percentage", "trigger_strategy", b"trigger_strategy", "ttl_seconds", b"ttl_seconds", "ttl_since", b"ttl_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_before_delete_ms", b"delay_before_delete_ms", "reclaim_policy", b"reclaim_policy", "reclaim_step_percentage", b"reclaim_step_percentage", "reclaim_step_size", b"reclaim_step_size", "storage_unique_name", b"storage_unique_name", "trigger_period_seconds", b"trigger_period_seconds", "trigger_strategy", b"trigger_strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admission", b"_admission", "_low_percentage", b"_low_percentage", "_ttl_seconds", b"_ttl_seconds", "_ttl_since", b"_ttl_since", "admission", b"admission", "delay_before_delete_ms", b"delay_before_delete_ms", "low_percentage", b"low_percentage", "reclaim_policy", b"reclaim_policy", "reclaim_step_percentage", b"reclaim_step_percentage", "reclaim_step_size", b"reclaim_step_size", "storage_unique_name", b"storage_unique_name", "trigger_period_seconds", b"trigger_period_seconds", "trigger_strategy", b"trigger_strategy", "ttl_seconds", b"ttl_seconds", "ttl_since", b"ttl_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__admission: _TypeAlias = _typing.Literal["admission"]  # noqa: Y015
+    _WhichOneofArgType__admission: _TypeAlias = _typing.Literal["_admission", b"_admission"]  # noqa: Y015
+    _WhichOneofReturnType__low_percentage: _TypeAlias = _typing.Literal["low_percentage"]  # noqa: Y015
+    _WhichOneofArgType__low_percentage: _TypeAlias = _typing.Literal["_low_percentage", b"_low_percentage"]  # noqa: Y015
+    _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
+    _WhichOneofArgType__ttl_seconds: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__ttl_since: _TypeAlias = _typing.Literal["ttl_since"]  # noqa: Y015
+    _WhichOneofArgType__ttl_since: _TypeAlias = _typing.Literal["_ttl_since", b"_ttl_since"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__admission) -> _WhichOneofReturnType__admission | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_percentage) -> _WhichOneofReturnType__low_percentage | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_since) -> _WhichOneofReturnType__ttl_since | None: ...
 
 Global___CacheReclaimStrategy: _TypeAlias = CacheReclaimStrategy  # noqa: Y015
 

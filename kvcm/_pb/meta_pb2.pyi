@@ -594,12 +594,23 @@ class StorageConfig(_message.Message):
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_REASON_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    HIGH_PERCENTAGE_FIELD_NUMBER: _builtins.int
+    LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
     disabled: _builtins.bool
     """Ours, in answers only: taken out of service by an operator."""
     unavailable_reason: _builtins.str
     """Ours, in answers only: why it cannot be used now; empty when it can."""
+    capacity_bytes: _builtins.int
+    """Ours; an update that leaves one out keeps what is stored.
+    What all groups together may hold there, deleted bytes included until they are gone; 0 = no limit.
+    """
+    high_percentage: _builtins.float
+    """Fraction of the capacity above which eviction begins; 0 = never."""
+    low_percentage: _builtins.float
+    """Where that eviction stops; 0 = 5 points below."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -625,13 +636,29 @@ class StorageConfig(_message.Message):
         check_storage_available_when_open: _builtins.bool = ...,
         disabled: _builtins.bool = ...,
         unavailable_reason: _builtins.str = ...,
+        capacity_bytes: _builtins.int | None = ...,
+        high_percentage: _builtins.float | None = ...,
+        low_percentage: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "local", b"local", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
+    _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__high_percentage: _TypeAlias = _typing.Literal["high_percentage"]  # noqa: Y015
+    _WhichOneofArgType__high_percentage: _TypeAlias = _typing.Literal["_high_percentage", b"_high_percentage"]  # noqa: Y015
+    _WhichOneofReturnType__low_percentage: _TypeAlias = _typing.Literal["low_percentage"]  # noqa: Y015
+    _WhichOneofArgType__low_percentage: _TypeAlias = _typing.Literal["_low_percentage", b"_low_percentage"]  # noqa: Y015
     _WhichOneofReturnType_storage_spec: _TypeAlias = _typing.Literal["local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs"]  # noqa: Y015
     _WhichOneofArgType_storage_spec: _TypeAlias = _typing.Literal["storage_spec", b"storage_spec"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity_bytes) -> _WhichOneofReturnType__capacity_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high_percentage) -> _WhichOneofReturnType__high_percentage | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_percentage) -> _WhichOneofReturnType__low_percentage | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_storage_spec) -> _WhichOneofReturnType_storage_spec | None: ...
 
 Global___StorageConfig: _TypeAlias = StorageConfig  # noqa: Y015

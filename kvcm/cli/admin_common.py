@@ -22,9 +22,11 @@ from kvcm.client import AdminClient
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import (
     STORAGE_TYPE_NAMES,
+    AdmissionPolicy,
     CachePreferStrategy,
     ReclaimPolicy,
     StorageType,
+    TtlSince,
 )
 
 DEFAULT_TARGET = "127.0.0.1:6491"
@@ -134,6 +136,8 @@ _NAMES: dict[str, dict[int, str]] = {
     "storage_type": {int(kind): name for kind, name in _WIRE_STORAGE.items()},
     "reclaim_policy": {int(kind): f"POLICY_{kind.name}" for kind in ReclaimPolicy},
     "data_storage_strategy": {int(kind): f"CPS_{kind.name}" for kind in CachePreferStrategy},
+    "ttl_since": {int(kind): f"TTL_SINCE_{kind.name}" for kind in TtlSince},
+    "admission": {int(kind): f"ADMISSION_{kind.name}" for kind in AdmissionPolicy},
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,96 +18,24 @@ from kvcm.cli.admin_common import (
     confirm,
     done,
     entity,
-    pairs,
-    parse_bytes,
     plain,
     read_object,
-    storage_type,
     storage_type_name,
 )
+from kvcm.cli.group_flags import GroupFlags, takes_group_flags
 from kvcm.cli.output import human_bytes, print_json, table
 from kvcm.client import AdminClient
 from kvcm.core.errors import InvalidArgument, KvcmError
-from kvcm.core.types import InstanceGroup
+from kvcm.core.types import AdmissionPolicy, CacheReclaimStrategy, InstanceGroup
 
 group = typer.Typer(no_args_is_help=True, help="Teams or model families: quota, candidates.")
 
 NameArgument = Annotated[str, typer.Argument(help="The group's name.")]
-CandidateOption = Annotated[
-    list[str] | None,
-    typer.Option("--candidate", help="A storage to place blocks on; may be repeated."),
-]
-CapacityOption = Annotated[str | None, typer.Option(help="Bytes in all, as 30GB.")]
-TypeCapacityOption = Annotated[
-    list[str] | None,
-    typer.Option("--type-capacity", help="Bytes on one storage type, as file=10GB; repeatable."),
-]
-InstancesOption = Annotated[int | None, typer.Option("--max-instances", help="0 = no limit.")]
-KeysOption = Annotated[int | None, typer.Option("--max-keys", help="Locations an instance.")]
-WatermarkOption = Annotated[
-    float | None,
-    typer.Option("--watermark", help="Used share of the quota above which blocks are evicted."),
-]
-DelayOption = Annotated[
-    int | None,
-    typer.Option("--delete-delay-ms", help="From a block's eviction to its bytes' deletion."),
-]
-StrategyOption = Annotated[
-    str | None, typer.Option("--strategy", help="Preferred storage type, as CPS_PREFER_3FS.")
-]
-QuotaGroupOption = Annotated[str | None, typer.Option("--quota-group")]
-UserDataOption = Annotated[str | None, typer.Option("--user-data")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.add_typer(group, name="group")
-
-
-@dataclass(frozen=True, slots=True)
-class _Flags:
-    """What the flags name; None = not named."""
-
-    candidates: list[str] | None
-    capacity: str | None
-    type_capacity: list[str] | None
-    max_instances: int | None
-    max_keys: int | None
-    watermark: float | None
-    delete_delay_ms: int | None
-    strategy: str | None
-    quota_group: str | None
-    user_data: str | None
-
-    def apply(self, value: dict[str, Any]) -> dict[str, Any]:
-        """A group's JSON with the flags' changes; what they do not name stays."""
-        value = json.loads(json.dumps(value))
-        _put(value, ("storage_candidates",), self.candidates)
-        _put(value, ("max_instance_count",), self.max_instances)
-        _put(value, ("global_quota_group_name",), self.quota_group)
-        _put(value, ("user_data",), self.user_data)
-        if self.capacity is not None:
-            _put(value, ("quota", "capacity"), parse_bytes(self.capacity))
-        if self.type_capacity is not None:
-            listed = [
-                {"storage_type": int(storage_type(kind)), "capacity": parse_bytes(size)}
-                for kind, size in pairs(self.type_capacity, "--type-capacity").items()
-            ]
-            _put(value, ("quota", "quota_config"), listed)
-        reclaim = ("cache_config", "reclaim_strategy")
-        _put(value, (*reclaim, "trigger_strategy", "used_percentage"), self.watermark)
-        _put(value, (*reclaim, "delay_before_delete_ms"), self.delete_delay_ms)
-        _put(value, ("cache_config", "meta_indexer_config", "max_key_count"), self.max_keys)
-        _put(value, ("cache_config", "data_storage_strategy"), self.strategy)
-        return value
-
-
-def _put(value: dict[str, Any], path: tuple[str, ...], item: Any) -> None:
-    if item is None:
-        return
-    for step in path[:-1]:
-        value = value.setdefault(step, {})
-    value[path[-1]] = item
 
 
 @group.command("list")
@@ -152,18 +79,10 @@ def show_group(
 
 
 @group.command("create")
+@takes_group_flags
 def create_group(
+    flags: GroupFlags,
     name: Annotated[str | None, typer.Argument(help="The group's name.")] = None,
-    candidate: CandidateOption = None,
-    capacity: CapacityOption = None,
-    type_capacity: TypeCapacityOption = None,
-    max_instances: InstancesOption = None,
-    max_keys: KeysOption = None,
-    watermark: WatermarkOption = None,
-    delete_delay_ms: DelayOption = None,
-    strategy: StrategyOption = None,
-    quota_group: QuotaGroupOption = None,
-    user_data: UserDataOption = None,
     file: FileOption = None,
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
@@ -175,28 +94,16 @@ def create_group(
             value["name"] = name
         elif file is None:
             raise InvalidArgument("a name or --file is needed")
-        flags = _Flags(
-            candidate, capacity, type_capacity, max_instances, max_keys, watermark,
-            delete_delay_ms, strategy, quota_group, user_data,
-        )  # fmt: skip
         wanted = entity(InstanceGroup, flags.apply(value), "instance group")
         client.create_instance_group(wanted)
     done(f"created instance group {wanted.name}", as_json)
 
 
 @group.command("update")
+@takes_group_flags
 def update_group(
     name: NameArgument,
-    candidate: CandidateOption = None,
-    capacity: CapacityOption = None,
-    type_capacity: TypeCapacityOption = None,
-    max_instances: InstancesOption = None,
-    max_keys: KeysOption = None,
-    watermark: WatermarkOption = None,
-    delete_delay_ms: DelayOption = None,
-    strategy: StrategyOption = None,
-    quota_group: QuotaGroupOption = None,
-    user_data: UserDataOption = None,
+    flags: GroupFlags,
     file: FileOption = None,
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
@@ -205,10 +112,6 @@ def update_group(
     with admin(target) as client:
         stored = client.get_instance_group(name)
         value = plain(stored) if file is None else _from_file(file) | {"name": name}
-        flags = _Flags(
-            candidate, capacity, type_capacity, max_instances, max_keys, watermark,
-            delete_delay_ms, strategy, quota_group, user_data,
-        )  # fmt: skip
         value = flags.apply(value) | {"version": stored.version + 1}
         client.update_instance_group(entity(InstanceGroup, value, "instance group"), stored.version)
     done(f"updated instance group {name} to version {stored.version + 1}", as_json)
@@ -267,10 +170,33 @@ def _rows(found: InstanceGroup) -> list[tuple[str, object]]:
             rows.append(("max keys an instance", f"{config.meta_indexer_config.max_key_count:,}"))
         reclaim = config.reclaim_strategy
         if reclaim is not None:
-            rows.append(("reclaim policy", f"POLICY_{reclaim.reclaim_policy.name}"))
-            rows.append(("deletion delay", f"{reclaim.delay_before_delete_ms:,} ms"))
-            if reclaim.trigger_strategy is not None:
-                rows.append(("watermark", f"{reclaim.trigger_strategy.used_percentage:g}"))
+            rows += _reclaim_rows(reclaim)
     if found.user_data:
         rows.append(("user data", found.user_data))
+    return rows
+
+
+def _reclaim_rows(reclaim: CacheReclaimStrategy) -> list[tuple[str, object]]:
+    """What is set; bounds and ages of 0 are none, and left out."""
+    rows: list[tuple[str, object]] = [
+        ("reclaim policy", f"POLICY_{reclaim.reclaim_policy.name}"),
+        ("deletion delay", f"{reclaim.delay_before_delete_ms:,} ms"),
+    ]
+    if (trigger := reclaim.trigger_strategy) is not None:
+        rows.append(("watermark", f"{trigger.used_percentage:g}"))
+        if trigger.used_size:
+            rows.append(("watermark in bytes", human_bytes(trigger.used_size)))
+    if reclaim.low_percentage:
+        rows.append(("low watermark", f"{reclaim.low_percentage:g}"))
+    if reclaim.trigger_period_seconds:
+        rows.append(("seconds between rounds", f"{reclaim.trigger_period_seconds:,}"))
+    if reclaim.reclaim_step_size:
+        rows.append(("evicted a round", human_bytes(reclaim.reclaim_step_size)))
+    if reclaim.reclaim_step_percentage:
+        rows.append(("evicted a round", f"{reclaim.reclaim_step_percentage} %"))
+    if reclaim.ttl_seconds:
+        since = reclaim.ttl_since.name.lower()
+        rows.append(("age limit", f"{reclaim.ttl_seconds:,} s since {since}"))
+    if reclaim.admission is not AdmissionPolicy.ALL:
+        rows.append(("admission", f"ADMISSION_{reclaim.admission.name}"))
     return rows

@@ -19,11 +19,12 @@ from kvcm.cli.admin_common import (
     done,
     entity,
     pairs,
+    parse_bytes,
     read_object,
     storage_type,
     storage_type_name,
 )
-from kvcm.cli.output import print_json, table
+from kvcm.cli.output import human_bytes, print_json, table
 from kvcm.client import AdminClient
 from kvcm.core.errors import EntityNotExist, InvalidArgument
 from kvcm.core.types import StorageConfig, StorageStatus
@@ -36,6 +37,19 @@ SpecOption = Annotated[
     typer.Option(
         "--spec", "-s", help="A field of the type, as root_path=/mnt/kv; may be repeated."
     ),
+]
+
+CapacityOption = Annotated[
+    str | None,
+    typer.Option(help="Bytes that all groups together may hold there, as 4TB; 0 = no limit."),
+]
+HighOption = Annotated[
+    float | None,
+    typer.Option("--watermark", help="Used share of it above which eviction begins; 0 = never."),
+]
+LowOption = Annotated[
+    float | None,
+    typer.Option("--low-watermark", help="Where that eviction stops; 0 = 5 points below."),
 ]
 
 
@@ -54,12 +68,14 @@ def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = F
         return
     table(
         "storages",
-        ("name", "type", "state", "settings"),
+        ("name", "type", "state", "capacity", "watermark", "settings"),
         (
             (
                 config.global_unique_name,
                 storage_type_name(config.type),
                 _state(config),
+                human_bytes(config.capacity_bytes) if config.capacity_bytes else "none",
+                f"{config.high_percentage:g}" if config.high_percentage else "none",
                 ", ".join(f"{key}={value}" for key, value in config.spec.items() if value != ""),
             )
             for config in configs
@@ -75,6 +91,9 @@ def add_storage(
     ] = "file",
     spec: SpecOption = None,
     check: Annotated[bool, typer.Option(help="Refuse it when it cannot be used now.")] = False,
+    capacity: CapacityOption = None,
+    watermark: HighOption = None,
+    low_watermark: LowOption = None,
     file: FileOption = None,
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
@@ -82,7 +101,8 @@ def add_storage(
     """Add a storage, from flags or a JSON file as `storage list --json` prints."""
     with admin(target) as client:
         config = _wanted(name, kind, spec, check, file)
-        client.add_storage(config)
+        space = _space(capacity, watermark, low_watermark)
+        client.add_storage(config.model_copy(update=space))
     done(f"added storage {config.global_unique_name}", as_json)
 
 
@@ -91,6 +111,9 @@ def update_storage(
     name: NameArgument,
     spec: SpecOption = None,
     check: Annotated[bool | None, typer.Option(help="Check it when it is opened.")] = None,
+    capacity: CapacityOption = None,
+    watermark: HighOption = None,
+    low_watermark: LowOption = None,
     file: FileOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Move it although blocks live there: they are lost.")
@@ -108,6 +131,7 @@ def update_storage(
         else:
             config = _stored(client, name)
         changes: dict[str, Any] = {"spec": {**config.spec, **_fields(spec)}}
+        changes |= _space(capacity, watermark, low_watermark)
         if check is not None:
             changes["check_storage_available_when_open"] = check
         if force:
@@ -168,6 +192,18 @@ def _wanted(
         spec=_fields(spec),
         check_storage_available_when_open=check,
     )
+
+
+def _space(
+    capacity: str | None, watermark: float | None, low_watermark: float | None
+) -> dict[str, Any]:
+    """Fields that the flags name."""
+    given = {
+        "capacity_bytes": None if capacity is None else parse_bytes(capacity),
+        "high_percentage": watermark,
+        "low_percentage": low_watermark,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _from_file(file: FileOption) -> StorageConfig:

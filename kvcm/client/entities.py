@@ -39,6 +39,7 @@ def storage_message(config: StorageConfig) -> pb.StorageConfig:
         field: config.spec,
         "check_storage_available_when_open": config.check_storage_available_when_open,
     }
+    fields |= {name: getattr(config, name) for name in config.additions & config.model_fields_set}
     return _message(fields, pb.StorageConfig(), f"storage {config.global_unique_name!r}")
 
 
@@ -51,6 +52,7 @@ def storage_config(raw: pb.StorageConfig) -> StorageStatus:
         type=_TYPES.get(field, StorageType.UNSPECIFIED),
         spec=spec,
         check_storage_available_when_open=raw.check_storage_available_when_open,
+        **{name: getattr(raw, name) for name in StorageConfig.additions if raw.HasField(name)},
         enabled=not raw.disabled,
         unavailable_reason=raw.unavailable_reason,
     )
@@ -58,9 +60,13 @@ def storage_config(raw: pb.StorageConfig) -> StorageStatus:
 
 def group_message(group: InstanceGroup) -> pb.InstanceGroup:
     """The message of a group; raises InvalidArgument as `storage_message` does."""
-    return _message(
-        group.model_dump(exclude_none=True), pb.InstanceGroup(), f"instance group {group.name!r}"
-    )
+    fields = group.model_dump(exclude_none=True)
+    reclaim = group.cache_config.reclaim_strategy if group.cache_config is not None else None
+    if reclaim is not None:
+        # What was not given is left out, so that an update keeps what is stored.
+        for name in reclaim.additions - reclaim.model_fields_set:
+            del fields["cache_config"]["reclaim_strategy"][name]
+    return _message(fields, pb.InstanceGroup(), f"instance group {group.name!r}")
 
 
 def instance_group(raw: pb.InstanceGroup) -> InstanceGroup:

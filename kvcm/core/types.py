@@ -7,7 +7,7 @@ stored survive an update by this one. Field names equal the wire's.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -106,9 +106,14 @@ class BlockStatus(IntEnum):
 
 
 class Entity(BaseModel):
-    """Base of registry entities: immutable; unknown stored fields are kept."""
+    """Base of registry entities: immutable; unknown stored fields are kept.
+
+    ``additions`` are fields of ours that older clients do not know: an update that was not given
+    one keeps what is stored (wire.md §9). Pydantic's ``model_fields_set`` tells.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
+    additions: ClassVar[frozenset[str]] = frozenset()
 
 
 class StorageConfig(Entity):
@@ -118,6 +123,8 @@ class StorageConfig(Entity):
     Above ``high_percentage`` of it (a fraction; 0 = never) eviction goes on down to
     ``low_percentage`` (0 = 5 points below).
     """
+
+    additions = frozenset({"capacity_bytes", "high_percentage", "low_percentage"})
 
     global_unique_name: str
     type: StorageType
@@ -161,7 +168,10 @@ class CacheReclaimStrategy(Entity):
 
     ``low_percentage``: where eviction stops, a fraction of the capacity; 0 = 5 points below the
     mark that was crossed. ``ttl_seconds`` and ``ttl_since`` serve POLICY_TTL; 0 = no age is too old.
+    ``reclaim_step_size`` (bytes) and ``reclaim_step_percentage`` (of the limit) bound one round.
     """
+
+    additions = frozenset({"low_percentage", "ttl_seconds", "ttl_since", "admission"})
 
     storage_unique_name: str = ""
     reclaim_policy: ReclaimPolicy = ReclaimPolicy.UNSPECIFIED

@@ -30,14 +30,19 @@ def differing_fields(stored: Instance, wanted: Instance) -> list[str]:
 
 
 def merge_unknown(old: E, new: E) -> E:
-    """``new`` with what ``old`` holds beyond the protocol and ``new`` does not mention.
+    """``new`` with what ``old`` holds beyond the protocol and ``new`` was not given.
 
     So an update by a client that does not know an addition keeps it (wire.md §9). Parts that
     ``new`` leaves out as a whole take their additions with them.
     """
     have = new.model_extra or {}
     updates = {k: v for k, v in (old.model_extra or {}).items() if k not in have}
+    unnamed = new.additions - new.model_fields_set
     for name in type(new).model_fields:
+        if name in unnamed:
+            if getattr(old, name) != getattr(new, name):
+                updates[name] = getattr(old, name)
+            continue
         before, after = getattr(old, name), getattr(new, name)
         merged = _merge_field(before, after)
         if merged is not after:

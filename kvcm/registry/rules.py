@@ -41,6 +41,7 @@ def put_storage(draft: Draft, config: StorageConfig, *, expect_new: bool) -> Sto
         config = compare.merge_unknown(stored, config).model_copy(
             update={"enabled": stored.enabled}
         )
+        validate.check_storage(config)
     if config != stored:
         draft.put_storage(config)
     return config
@@ -106,6 +107,8 @@ def update_group(draft: Draft, group: InstanceGroup, current_version: int) -> In
             f"version {stored.version}"
         )
     merged = compare.merge_unknown(stored, group)
+    # What is kept must fit what is new: a low mark to a lowered high one.
+    validate.check_group(merged)
     draft.put_group(merged)
     return merged
 

@@ -98,6 +98,8 @@ def check_storage(config: StorageConfig, field: str = "storage") -> None:
     fields = STORAGE_SPEC_FIELDS.get(config.type)
     if fields is None:
         raise InvalidArgument(f"{field}.storage_spec is not set")
+    _check_integers(config, field, ("capacity_bytes",))
+    _check_marks(config, field)
     for key, value in config.spec.items():
         _check_spec_value(value, fields.get(key), f"{field}.storage_spec.{key}")
     _check_stored_values(config, field)
@@ -168,17 +170,34 @@ def _check_reclaim(strategy: CacheReclaimStrategy, field: str) -> None:
         "reclaim_step_size",
         "reclaim_step_percentage",
         "delay_before_delete_ms",
+        "ttl_seconds",
     )
     _check_integers(strategy, field, numbers)
+    low = strategy.low_percentage
+    _check_share(low, f"{field}.low_percentage")
     trigger = strategy.trigger_strategy
     if trigger is None:
         return
     _check_integers(trigger, f"{field}.trigger_strategy", ("used_size",))
     share = trigger.used_percentage
-    if not math.isfinite(share) or share < 0:
+    _check_share(share, f"{field}.trigger_strategy.used_percentage")
+    if 0 < share < low:
         raise InvalidArgument(
-            f"{field}.trigger_strategy.used_percentage is {share}, must be a finite number >= 0"
+            f"{field}.low_percentage is {low}, above trigger_strategy.used_percentage {share}"
         )
+
+
+def _check_marks(config: StorageConfig, field: str) -> None:
+    high, low = config.high_percentage, config.low_percentage
+    _check_share(high, f"{field}.high_percentage")
+    _check_share(low, f"{field}.low_percentage")
+    if 0 < high < low:
+        raise InvalidArgument(f"{field}.low_percentage is {low}, above high_percentage {high}")
+
+
+def _check_share(value: float, field: str) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise InvalidArgument(f"{field} is {value}, must be a finite number >= 0")
 
 
 def _check_indexer(config: MetaIndexerConfig, field: str) -> None:

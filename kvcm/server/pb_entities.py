@@ -55,6 +55,7 @@ def storage_of(message: Any, field: str = "storage") -> StorageConfig:
         type=ONEOF_TYPES.get(member, StorageType.UNSPECIFIED),
         spec={f.name: getattr(spec, f.name) for f in spec.DESCRIPTOR.fields},
         check_storage_available_when_open=message.check_storage_available_when_open,
+        **{n: getattr(message, n) for n in StorageConfig.additions if message.HasField(n)},
     )
 
 
@@ -62,6 +63,9 @@ def fill_storage(message: Any, config: StorageConfig) -> None:
     """The other way round; spec fields that the wire does not know are left out."""
     message.global_unique_name = config.global_unique_name
     message.check_storage_available_when_open = config.check_storage_available_when_open
+    for name in config.additions:
+        if value := getattr(config, name):
+            setattr(message, name, value)
     member = _ONEOF_OF.get(config.type)
     if member is None:
         return
@@ -145,6 +149,8 @@ def _read(message: Message, entity: type[E], path: str) -> E:
         info = entity.model_fields.get(field.name)
         if info is None:
             continue
+        if field.name in entity.additions and not message.HasField(field.name):
+            continue
         value = getattr(message, field.name)
         where = f"{path}.{field.name}"
         kind = _element(info.annotation)
@@ -174,7 +180,8 @@ def _element(annotation: Any) -> Any:
 def _fill(message: Message, entity: Entity) -> None:
     for field in message.DESCRIPTOR.fields:
         value = getattr(entity, field.name, None)
-        if value is None:
+        if value is None or (field.name in entity.additions and not value):
+            # An addition at its default stays out: answers are what they were without it.
             continue
         if field.is_repeated:
             target = getattr(message, field.name)

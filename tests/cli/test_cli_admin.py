@@ -28,6 +28,12 @@ def test_a_storage_from_add_to_remove(kvcm, tmp_path):
     assert listed[name]["spec"]["key_count_per_file"] == 4
     assert listed[name]["spec"]["root_path"] == root
 
+    kvcm.ok("admin", "storage", "update", name, "--capacity", "4GB", "--watermark", "0.9")
+    listed = {s["global_unique_name"]: s for s in kvcm.json("admin", "storage", "list")}
+    assert listed[name]["capacity_bytes"] == 4 * 10**9
+    assert listed[name]["high_percentage"] == 0.9
+    assert listed[name]["spec"]["key_count_per_file"] == 4
+
     kvcm.ok("admin", "storage", "disable", name)
     kvcm.ok("admin", "storage", "enable", name)
     kvcm.ok("admin", "storage", "remove", name, "--yes")
@@ -80,7 +86,14 @@ def test_a_group_from_create_to_remove(kvcm):
     assert group["cache_config"]["meta_indexer_config"]["max_key_count"] == 1000
     assert "4.7 GiB" in kvcm.ok("admin", "group", "show", "team")
 
-    kvcm.ok("admin", "group", "update", "team", "--capacity", "6GB", "--watermark", "0.5")
+    kvcm.ok("admin", "group", "update", "team", "--capacity", "6GB", "--watermark", "0.5",
+            "--low-watermark", "0.4", "--ttl", "60", "--ttl-since", "TTL_SINCE_FINISH",
+            "--admission", "ADMISSION_TINYLFU", "--reclaim-step", "1GB")  # fmt: skip
+    reclaim = kvcm.json("admin", "group", "show", "team")["cache_config"]["reclaim_strategy"]
+    assert (reclaim["low_percentage"], reclaim["ttl_seconds"]) == (0.4, 60)
+    assert (reclaim["ttl_since"], reclaim["admission"]) == ("TTL_SINCE_FINISH", "ADMISSION_TINYLFU")
+    assert reclaim["reclaim_step_size"] == 10**9
+    assert "ADMISSION_TINYLFU" in kvcm.ok("admin", "group", "show", "team")
     changed = kvcm.json("admin", "group", "show", "team")
     assert changed["quota"]["capacity"] == 6_000_000_000
     reclaim = changed["cache_config"]["reclaim_strategy"]

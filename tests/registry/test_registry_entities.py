@@ -147,6 +147,22 @@ def test_additions_that_an_update_names_are_replaced() -> None:
     assert merge_unknown(storage(), new) is new
 
 
+def test_an_update_keeps_our_additions_unless_it_names_them() -> None:
+    old = storage(capacity_bytes=100, high_percentage=0.9, low_percentage=0.5)
+    kept = merge_unknown(old, storage(spec={"root_path": "/b"}))
+    assert (kept.capacity_bytes, kept.high_percentage, kept.low_percentage) == (100, 0.9, 0.5)
+    named = merge_unknown(old, storage(capacity_bytes=0, high_percentage=0.6))
+    assert (named.capacity_bytes, named.high_percentage, named.low_percentage) == (0, 0.6, 0.5)
+
+
+async def test_what_is_kept_must_fit_what_is_new(open_registry: OpenRegistry) -> None:
+    registry = await open_registry()
+    await registry.put_storage(storage(high_percentage=0.9, low_percentage=0.8), expect_new=True)
+    with pytest.raises(InvalidArgument, match="low_percentage"):
+        await registry.put_storage(storage(high_percentage=0.7), expect_new=False)
+    assert registry.view.storages["nfs_01"].high_percentage == 0.9
+
+
 async def test_defaults_are_created_once_and_stay_deleted(open_registry: OpenRegistry) -> None:
     registry = await open_registry()
     assert await registry.bootstrap([default_storage("/data/")], [default_group()])

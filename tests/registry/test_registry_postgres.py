@@ -258,7 +258,7 @@ async def test_a_wrong_password_is_refused_and_never_shown(
 
 async def test_nobody_at_the_address_is_a_clear_error(server: PostgresServer) -> None:
     url = server.url().replace(f":{server.port}/", ":1/")
-    with pytest.raises(ConfigError, match="server at") as caught:
+    with pytest.raises(Unavailable, match="server at") as caught:
         await Registry(url, SimClock()).open()
     assert PASSWORD not in str(caught.value)
     assert "%40" not in str(caught.value)

@@ -9,11 +9,15 @@ from registry_samples import group, group_with_indexer, group_with_trigger, inst
 from kvcm.core import limits
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import (
+    CacheConfig,
+    CacheReclaimStrategy,
+    InstanceGroup,
     InstanceGroupQuota,
     LocationSpecGroup,
     LocationSpecInfo,
     QuotaConfig,
     StorageType,
+    TriggerStrategy,
 )
 from kvcm.registry import validate
 
@@ -37,6 +41,35 @@ def quota(*entries: QuotaConfig, capacity: int = 0) -> InstanceGroupQuota:
 
 
 SPEC = LocationSpecInfo(name="tp0", size=1)
+
+
+def group_with_reclaim(**fields: Any) -> InstanceGroup:
+    """A group whose high mark is 0.8."""
+    trigger = TriggerStrategy(used_percentage=0.8)
+    reclaim = CacheReclaimStrategy(trigger_strategy=trigger, **fields)
+    return group(cache_config=CacheConfig(reclaim_strategy=reclaim))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"capacity_bytes": -1}, "storage.capacity_bytes"),
+        ({"high_percentage": -0.1}, "storage.high_percentage"),
+        ({"high_percentage": NAN}, "storage.high_percentage"),
+        ({"high_percentage": INF}, "storage.high_percentage"),
+        ({"low_percentage": NAN}, "storage.low_percentage"),
+        ({"high_percentage": 0.8, "low_percentage": 0.81}, "storage.low_percentage"),
+        ({"high_percentage": 0.8, "low_percentage": 0.8, "capacity_bytes": 1 << 62}, ""),
+        ({"high_percentage": 1.5}, ""),
+    ],
+)
+def test_marks_of_a_storage_are_checked(fields: dict[str, Any], named: str) -> None:
+    config = storage(**fields)
+    if not named:
+        validate.check_storage(config)
+        return
+    with pytest.raises(InvalidArgument, match=named):
+        validate.check_storage(config)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +191,10 @@ def test_a_registration_at_its_limits_is_accepted(fields: dict[str, Any]) -> Non
         (lambda: group_with_trigger(used_percentage=-0.1), "used_percentage"),
         (lambda: group_with_trigger(used_percentage=NAN), "used_percentage"),
         (lambda: group_with_trigger(used_percentage=INF), "used_percentage"),
+        (lambda: group_with_reclaim(low_percentage=-0.1), "reclaim_strategy.low_percentage"),
+        (lambda: group_with_reclaim(low_percentage=NAN), "reclaim_strategy.low_percentage"),
+        (lambda: group_with_reclaim(low_percentage=0.81), "reclaim_strategy.low_percentage"),
+        (lambda: group_with_reclaim(ttl_seconds=-1), "reclaim_strategy.ttl_seconds"),
         (lambda: group_with_indexer(max_key_count=-1), "max_key_count"),
         (lambda: group_with_indexer(mutex_shard_num=-2), "mutex_shard_num"),
         (lambda: group_with_indexer(mutex_shard_num=12), "mutex_shard_num"),
@@ -181,6 +218,7 @@ def test_a_bad_group_names_its_field(make: Callable[[], Any], named: str) -> Non
         lambda: group("g" * limits.ENTITY_NAME_BYTES_MAX),
         lambda: group_with_trigger(used_percentage=1.5),
         lambda: group_with_trigger(used_percentage=0.0),
+        lambda: group_with_reclaim(low_percentage=0.8),
         lambda: group(
             storage_candidates=tuple(
                 f"s{i}" for i in range(limits.STORAGE_CANDIDATES_PER_GROUP_MAX)

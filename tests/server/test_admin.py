@@ -106,6 +106,59 @@ async def test_a_storage_added_is_open_listed_and_usable(admin: Admin, tmp_path:
     ]
 
 
+async def test_an_old_clients_update_keeps_what_it_does_not_know(
+    admin: Admin, tmp_path: Path
+) -> None:
+    ours = {"capacity_bytes": "1000", "high_percentage": 0.9, "low_percentage": 0.5}
+    storage = nfs(tmp_path / "s2")
+    assert await admin.code("addStorage", storage=storage | ours) == "OK"
+    assert (await admin.storages())["s2"] == storage | ours
+    assert await admin.code("updateStorage", storage=storage) == "OK"
+    assert (await admin.storages())["s2"] == storage | ours
+    assert await admin.code("updateStorage", storage=storage | {"capacity_bytes": 0}) == "OK"
+    del ours["capacity_bytes"]
+    assert (await admin.storages())["s2"] == storage | ours
+
+    reclaim = GROUP["cache_config"]["reclaim_strategy"]
+    added = {
+        "low_percentage": 0.25,
+        "ttl_seconds": "60",
+        "ttl_since": "TTL_SINCE_FINISH",
+        "admission": "ADMISSION_TINYLFU",
+    }
+    cache = GROUP["cache_config"] | {"reclaim_strategy": reclaim | added}
+    assert await admin.code("createInstanceGroup", instance_group=GROUP | {"cache_config": cache})
+    again = GROUP | {"version": "2", "user_data": "new"}
+    assert await admin.code("updateInstanceGroup", instance_group=again, current_version=1) == "OK"
+    stored = (await admin("getInstanceGroup", name="g2"))["instance_group"]
+    assert stored == again | {"cache_config": cache}
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("-0.1", "used_percentage is -0.1"),
+        ("NaN", "400"),
+        ("1e999", "400"),
+        ('"0.9"', "400"),
+        ("1.01", "OK"),
+    ],
+)
+async def test_a_bad_watermark_is_refused_by_name(admin: Admin, value: str, answer: str) -> None:
+    """R90; wire.md §9 makes 1.01 legal: "never by this trigger"."""
+    body = (
+        '{"instance_group":{"name":"g3","version":1,"cache_config":{"reclaim_strategy":'
+        '{"trigger_strategy":{"used_percentage":' + value + "}}}}}"
+    )
+    running = admin.running
+    url = running.url("/api/createInstanceGroup", admin=True)
+    response = await running.http.post(url, content=body)
+    assert response.status_code == (400 if answer == "400" else 200)
+    status = response.json()["header"]["status"]
+    assert status["code"] == ("OK" if answer == "OK" else "INVALID_ARGUMENT")
+    assert answer in ("400", "OK") or answer in status["message"]
+
+
 async def test_a_disabled_storage_is_not_available_until_enabled(admin: Admin) -> None:
     async def available() -> bool:
         answer = await admin.running.post("registerInstance", INSTANCE)
