@@ -13,10 +13,14 @@ from kvcm.core.keys import KeyBatch, KeyForm
 from kvcm.metaindex import bits
 from kvcm.metaindex.answers import Answers, Selector
 from kvcm.metaindex.instance import InstanceIndex
-from kvcm.metaindex.readcache import Ref, View
+from kvcm.metaindex.readcache import Ref, View, pack_together
 
 _READ_AHEAD_GROWTH = 16
 _READ_AHEAD_MAX = 4096
+_PROBES_PER_EXTENT = 2
+_PROBE_STRIDE_MIN = 4
+_PROBE_STRIDE_MAX = 64
+_PROBE_SPAN = 8192
 
 
 class PrefixWalk:
@@ -34,7 +38,10 @@ class PrefixWalk:
         "_ahead",
         "_available",
         "_found",
+        "_full",
         "_generation",
+        "_heads",
+        "_probed_to",
         "_values",
         "at",
         "batch",
@@ -73,6 +80,9 @@ class PrefixWalk:
         self._values: dict[int, bytes | None] = {}
         self._found: Mapping[bytes, View] = {}
         self._ahead = index.shared.store.read_ahead
+        self._heads: dict[bytes, Ref] = {}
+        self._probed_to = 0
+        self._full = False
 
     def run(self) -> bool:
         """Walk on; True when the lookup is complete, False when ``fill`` must read first."""
@@ -102,13 +112,12 @@ class PrefixWalk:
                         continue
             key = self.batch.key_at(self.at)
             refs: Sequence[Ref] | None = rows.get(key)
+            is_guess = refs is None and key not in self._values
             if refs is None:
-                if key not in self._values:
-                    return False
-                refs = self._resolve(key)
+                refs = self._head(key) if is_guess else self._resolve(key)
             found = self._take(refs)
             if found is None:
-                return True
+                return self._full or not is_guess
             if previous is not None and previous is not found:
                 previous.following = found
             previous = found
@@ -141,7 +150,7 @@ class PrefixWalk:
         offsets = shown.offsets
         start = offsets[position]
         size = offsets[position + count] - start
-        cut = size > self.room
+        cut = self._full = size > self.room
         while size > self.room:
             count -= 1
             size = offsets[position + count] - start
@@ -158,24 +167,50 @@ class PrefixWalk:
         return None if cut else view
 
     async def fill(self) -> None:
-        """Read the row at ``at``, and ahead of it in growing chunks, with its extents.
+        """Read the row at ``at``, and rows ahead of it, with their extents.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store.
         """
-        if self._ahead <= 1:
-            keys = [self.batch.key_at(self.at)]
-        else:
-            array = self.batch.array()
-            index = self.batch.index_at(self.at)
-            keys = list(array[index : index + self._ahead])
-            self._ahead = min(self._ahead * _READ_AHEAD_GROWTH, _READ_AHEAD_MAX)
-        self._generation = self.index.row_generation
-        values = await self.index.row_values(keys, partial=True)
-        extents = self.index.extents_in(values)
+        index = self.index
+        keys = self._keys_to_read()
+        self._generation = index.row_generation
+        values = await index.row_values(keys, partial=True)
+        extents = index.extents_in(values)
         # The walk only goes forward: what was read before is not needed again.
-        self._found = await self.index.views_of(extents, partial=True)
+        found = self._found = await index.views_of(extents, partial=True)
         self._values = dict(zip(keys, values, strict=True))
+        if self.batch.form is KeyForm.PACKED:
+            pack_together(found.values())
+        self._heads = {
+            view.key_at(run.start): (view, run.start)
+            for view in found.values()
+            for run in view.extent.runs
+        }
+        if found:
+            index.stretch = min(view.extent.count for view in found.values())
+
+    def _keys_to_read(self) -> Sequence[int]:
+        """The key at ``at`` and some behind it: in growing chunks, or one in so many.
+
+        Only rows at the ends of extents matter, and equal keys need no row (see above). So where
+        the extents read last were long, two rows each tell which ones follow.
+        """
+        if self._ahead <= 1:
+            return [self.batch.key_at(self.at)]
+        start = self.batch.index_at(self.at)
+        stride = min(self.index.stretch // _PROBES_PER_EXTENT, _PROBE_STRIDE_MAX)
+        if stride >= _PROBE_STRIDE_MIN and start >= self._probed_to:
+            self._probed_to = start + _PROBE_SPAN
+            return self.batch.some(start, self._probed_to, stride)
+        ahead = self._ahead
+        self._ahead = min(ahead * _READ_AHEAD_GROWTH, _READ_AHEAD_MAX)
+        return self.batch.some(start, start + ahead)
+
+    def _head(self, key: int) -> Sequence[Ref]:
+        """Where a key begins a run of an extent that was read, though its row was not."""
+        head = self._heads.get(key.to_bytes(8, "little", signed=True))
+        return () if head is None else (head,)
 
     def _resolve(self, key: int) -> Sequence[Ref]:
         """The usable references of a row that was read: once an extent, not once a key."""

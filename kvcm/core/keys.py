@@ -21,8 +21,10 @@ from kvcm.core.errors import InvalidArgument
 INT64_MIN = -(1 << 63)
 INT64_MAX = (1 << 63) - 1
 _LITTLE = sys.byteorder == "little"
+_ONE_BYTE = [bytes([value]) for value in range(0x80)]
 _PLACES = np.arange(10)
 _SHIFTS = (7 * _PLACES).astype(np.uint64)
+_BOUNDS = np.uint64(1) << _SHIFTS[1:]
 
 
 class KeyForm(IntEnum):
@@ -38,6 +40,8 @@ def read_varint(data: bytes, pos: int) -> tuple[int, int]:
     Raises:
         InvalidArgument: it does not end within the data or within 10 bytes.
     """
+    if pos < len(data) and data[pos] < 0x80:
+        return data[pos], pos + 1
     result = 0
     shift = 0
     for i in range(pos, min(pos + 10, len(data))):
@@ -51,6 +55,8 @@ def read_varint(data: bytes, pos: int) -> tuple[int, int]:
 
 def encode_varint(value: int) -> bytes:
     """Varint of an int64 (negative ones as two's complement, 10 bytes) or uint64."""
+    if 0 <= value < 0x80:
+        return _ONE_BYTE[value]
     value &= 0xFFFFFFFFFFFFFFFF
     out = bytearray()
     while value > 0x7F:
@@ -62,14 +68,17 @@ def encode_varint(value: int) -> bytes:
 
 def pack_keys(raw: bytes) -> tuple[bytes, array[int]]:
     """Varint form of raw little-endian int64 keys, and the n + 1 offsets of the keys in it."""
-    values = np.frombuffer(raw, dtype="<u8").astype(np.uint64)[:, np.newaxis]
-    groups = values >> _SHIFTS
-    lengths = np.maximum(1, np.count_nonzero(groups, axis=1))[:, np.newaxis]
-    data = (groups & np.uint64(0x7F)).astype(np.uint8)
-    data |= np.where(lengths - 1 > _PLACES, np.uint8(0x80), np.uint8(0))
-    packed = data[lengths > _PLACES].tobytes()
+    values = np.frombuffer(raw, dtype="<u8").astype(np.uint64)
+    last = np.zeros(len(values), dtype=np.intp)
+    for bound in _BOUNDS:
+        last += values >= bound
+    # A row of the table per byte of a varint: its passes run over memory that lies together.
+    data = (values >> _SHIFTS[:, np.newaxis]).astype(np.uint8)
+    data |= 0x80
+    data[last, np.arange(len(values))] &= 0x7F
+    packed = data.T[last[:, np.newaxis] >= _PLACES].tobytes()
     offsets = array("I", bytes(4))
-    offsets.frombytes(np.cumsum(lengths[:, 0], dtype=np.uint32).tobytes())
+    offsets.frombytes(np.cumsum(last + 1, dtype=np.uint32).tobytes())
     return packed, offsets
 
 
@@ -176,6 +185,21 @@ class KeyBatch:
             self._array = array_of(raw)
             self._count = len(self._array)
         return self._array
+
+    def some(self, start: int, stop: int, step: int = 1) -> Sequence[int]:
+        """The keys at ``range(start, stop, step)``, as far as there are so many.
+
+        Raises:
+            InvalidArgument: malformed varints.
+        """
+        if self._array is not None or self.form is KeyForm.RAW:
+            return self.array()[start:stop:step].tolist()
+        ends = np.flatnonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80) + 1
+        wanted = ends[start:stop:step].tolist()
+        begins = np.concatenate(([0], ends))[start:stop:step].tolist()
+        data = self.data
+        chosen = b"".join([data[a:b] for a, b in zip(begins, wanted, strict=False)])
+        return array_of(unpack_keys(chosen)).tolist()
 
     def key_at(self, offset: int) -> int:
         """The key whose bytes begin at ``offset`` of ``data``."""

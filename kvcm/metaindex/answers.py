@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import lru_cache
+from itertools import accumulate, chain, groupby
 
 import msgspec
 
@@ -124,17 +125,15 @@ Columns = Sequence[tuple[str, Sequence[str]]]
 def _proto_locations(
     storage_type: int, spec_size: int, columns: Columns, count: int, tag: bytes
 ) -> list[bytes]:
-    head = b"\x08" + encode_varint(storage_type) if storage_type else b""
-    head += b"\x10" + encode_varint(spec_size) if spec_size else b""
     if len(columns) == 1:
-        # All but the URI depends on the URI's length alone.
         name, uris = columns[0]
         encoded = [uri.encode() for uri in uris]
-        before = {}
-        for size in set(map(len, encoded)):
-            spec = _spec_head(name, size)
-            before[size] = tag + encode_varint(len(head) + len(spec) + size) + head + spec
+        before = {
+            size: _proto_before(storage_type, spec_size, name, size, tag)
+            for size in set(map(len, encoded))
+        }
         return [before[len(uri)] + uri for uri in encoded]
+    head = _proto_head(storage_type, spec_size)
     parts = []
     for name, uris in columns:
         encoded = [uri.encode() for uri in uris]
@@ -143,6 +142,19 @@ def _proto_locations(
     bodies = [head + b"".join(specs) for specs in zip(*parts, strict=True)] or [head] * count
     prefix = {size: tag + encode_varint(size) for size in set(map(len, bodies))}
     return [prefix[len(body)] + body for body in bodies]
+
+
+def _proto_head(storage_type: int, spec_size: int) -> bytes:
+    """A CacheLocation up to its specs."""
+    head = b"\x08" + encode_varint(storage_type) if storage_type else b""
+    return head + b"\x10" + encode_varint(spec_size) if spec_size else head
+
+
+@lru_cache(maxsize=4096)
+def _proto_before(storage_type: int, spec_size: int, name: str, size: int, tag: bytes) -> bytes:
+    """An entry of one spec up to its URI, which depends on the URI's length alone."""
+    head = _proto_head(storage_type, spec_size) + _spec_head(name, size)
+    return tag + encode_varint(len(head) + size) + head
 
 
 def _spec_head(name: str, uri_size: int) -> bytes:
@@ -174,10 +186,32 @@ def build(
     extent: Extent, serving: int, owner: ExtentName, storage: Addresses, selector: Selector
 ) -> Answers:
     """Encode all blocks of an extent for one kind of request; ``ok`` is within ``serving``."""
+    ok = carrying(extent, selector.asked) & serving
+    carried = [s for s in range(len(extent.specs)) if extent.spec_sets[0] >> s & 1]
+    if not selector.json and not selector.asked and not extent.subset_of and len(carried) == 1:
+        return Answers(*_proto_body(extent, owner, storage, carried[0]), ok)
     steps = location_entries(extent, owner, storage, selector.asked, selector.json)
     framed = list(chain.from_iterable(steps))
     offsets = array("I", accumulate(map(len, framed), initial=0))
-    return Answers(b"".join(framed), offsets, carrying(extent, selector.asked) & serving)
+    return Answers(b"".join(framed), offsets, ok)
+
+
+def _proto_body(
+    extent: Extent, owner: ExtentName, storage: Addresses, spec: int
+) -> tuple[bytes, array[int]]:
+    """All entries of an extent whose blocks carry one spec, and their offsets, without a step per
+    block: entries whose URIs are equally long differ in the URI alone."""
+    slots = spec_slots(extent)[spec]
+    uris = storage.uris(extent.descriptor, owner, slots, 0, slots.slots)
+    parts: list[bytes] = []
+    offsets = array("I", [0])
+    for size, run in groupby([uri.encode() for uri in uris], len):
+        same = list(run)
+        before = _proto_before(extent.storage_type, 1, slots.name, size, LOOKUP_TAG)
+        parts += (before, before.join(same))
+        step = len(before) + size
+        offsets.extend(range(offsets[-1] + step, offsets[-1] + step * len(same) + 1, step))
+    return b"".join(parts), offsets
 
 
 def carrying(extent: Extent, asked: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -22,10 +23,11 @@ from kvcm.metaindex.ids import EXTENT_ID_BYTES, SessionIds, home_shard
 from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.readcache import Ref, View
-from kvcm.metaindex.records import Extent, Phase, State, Trash
+from kvcm.metaindex.records import Extent, Phase, State
 from kvcm.metaindex.shards import Shards, by_shard, shard_of
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import Table, Values, values_of
+from kvcm.metaindex.trashtable import TrashTable
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +58,15 @@ class InstanceReader(abc.ABC):
         self.lost_writes = 0
         self.rows: dict[int, tuple[Ref, ...]] = {}
         self.row_generation = 0
+        self.stretch = 0
+        """Blocks of the shortest extent among those a cold lookup read last: a guess of the next
+        ones' length, which costs or saves reads and decides nothing."""
         self.book = Book(shared.order_of(self.group))
-        self.trash: dict[bytes, Trash] = {}
+        self.trash = TrashTable()
+        self.ended: deque[Entry] = deque()
+        """Entries retired or aborted since the forget loop last looked."""
+        self.trim_held = 0
+        """While positive the trim loop frees nothing: a trim that keeps the bytes is under way."""
         self.sessions = SessionIds(shared.secret, self.uid)
         self.spec_bits = {s.name: 1 << i for i, s in enumerate(instance.location_spec_infos)}
         self._selectors: dict[tuple[bool, int], Selector] = {}
@@ -124,6 +133,7 @@ class InstanceReader(abc.ABC):
         if state.phase in (Phase.RETIRED, Phase.ABORTED):
             if was in (Phase.OPEN, Phase.SETTLED):
                 self.book.leave(entry, was)
+                self.ended.append(entry)
             return
         entry.held = held_by(extent, state)
         if state.phase is Phase.OPEN:

@@ -183,14 +183,15 @@ def slot_uris(
             for n in range(first, first + count)
         ]
     suffixes = _slot_suffixes(per_file, spec.size)
-    result: list[str] = []
-    end = first + count
-    for n in range(first // per_file, -(-end // per_file)):
-        path = f"{prefix}{FOLDERS[(start + n) & 255]}{stem}{n}"
-        base = n * per_file
-        slots = suffixes[max(first - base, 0) : end - base]
-        result += [path + suffix for suffix in slots]
-    return result
+    file, skipped = divmod(first, per_file)
+    last, rest = divmod(first + count, per_file)
+    paths = [f"{prefix}{FOLDERS[(start + n) & 255]}{stem}{n}" for n in range(file, last + 1)]
+    if file == last:
+        return [paths[0] + suffix for suffix in suffixes[skipped:rest]]
+    uris = [paths[0] + suffix for suffix in suffixes[skipped:]]
+    uris += [path + suffix for path in paths[1:-1] for suffix in suffixes]
+    uris += [paths[-1] + suffix for suffix in suffixes[:rest]]
+    return uris
 
 
 def file_objects(layout: Layout, extent: ExtentName, specs: Sequence[SpecSlots]) -> list[ObjectRef]:

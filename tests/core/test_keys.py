@@ -46,6 +46,17 @@ def test_positions_agree_between_forms(keys: list[int], data: st.DataObject) -> 
         assert batch.raw() == raw.data
 
 
+@given(st.lists(int64, max_size=40), st.integers(0, 45), st.integers(0, 45), st.integers(1, 9))
+def test_some_keys_are_those_of_the_range(
+    keys: list[int], start: int, stop: int, step: int
+) -> None:
+    for decoded in (False, True):
+        batch = KeyBatch.from_packed(pack_keys(KeyBatch.from_ints(keys).data)[0])
+        if decoded:
+            batch.array()
+        assert batch.some(start, stop, step) == keys[start:stop:step]
+
+
 @pytest.mark.parametrize("data", [b"\x80", b"\x01\xff", b"\xff" * 11 + b"\x01"])
 def test_malformed_varints_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgument, match="varint"):
