@@ -44,6 +44,8 @@ MEANING = {
     "folder.",
     "registry_password": "Password for a `registry_url` that has none.",
     "registry_password_file": "File that holds it, for instance a mounted secret.",
+    "registry_wait_s": "Seconds that a start waits for a registry database that is away. 0: not at "
+    "all.",
     "registry_auto_migrate": "Bring an older registry schema up to date at start. Unset: SQLite "
     "yes, PostgreSQL no.",
     "index_url": "Where the index is: `rocksdb:PATH`; a URL of Valkey, see "

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
 from kvcm.core.errors import ConfigError
 
@@ -30,6 +30,7 @@ _TRANSACTION_TIMEOUT_S = 15.0
 _SCHEMA_LOCK_KEY = 0x6B76636D
 """Any fixed number; names our advisory lock where the database has such locks."""
 _DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
+_NOT_NOW = re.compile(r"starting up|shutting down|recovery|not yet accepting|too many|slots are")
 _SECRET_QUERY = re.compile("password|passwd|secret|token", re.IGNORECASE)
 
 
@@ -96,6 +97,23 @@ def reason(error: SQLAlchemyError) -> str:
     # The details of PostgreSQL's errors repeat whole rows.
     primary = getattr(getattr(error.orig, "diag", None), "message_primary", None)
     return " ".join((primary or str(error.orig)).split())
+
+
+def is_away(error: SQLAlchemyError) -> bool:
+    """Whether the server could not be talked to; what it refused itself is not that.
+
+    The library gives no code for a connection that failed. A server says FATAL when it refuses,
+    also while it starts or stops: then it will take the connection later.
+    """
+    if not isinstance(error, OperationalError) or error.orig is None:
+        return False
+    if type(error.orig).__module__.partition(".")[0] == "sqlite3":
+        return False
+    state = getattr(error.orig, "sqlstate", None)
+    if state is not None:
+        return str(state)[:2] in ("08", "53", "57")
+    text = str(error.orig)
+    return "FATAL" not in text or _NOT_NOW.search(text) is not None
 
 
 def open_engine(url: str) -> Engine:

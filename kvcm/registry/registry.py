@@ -109,6 +109,7 @@ class Registry:
 
         Raises:
             ConfigError: the database cannot be opened, or its schema is not ours.
+            Unavailable: its server is away; call again.
             CorruptRecord: a stored entity does not parse.
         """
         self._worker.start()
@@ -374,7 +375,8 @@ class Registry:
                 self._state = load_state(connection)
                 connection.commit()
         except SQLAlchemyError as error:
-            raise ConfigError(
+            kind = Unavailable if database.is_away(error) else ConfigError
+            raise kind(
                 f"cannot open the registry at {database.shown(self._url)}: {database.reason(error)}"
             ) from error
         return self._state

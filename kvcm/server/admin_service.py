@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from kvcm.cache.api import CacheService
@@ -48,7 +49,10 @@ class AdminService:
         leadership: Leadership,
         stats: CallStats,
         clock: Clock,
+        *,
+        is_well: Callable[[], bool],
     ) -> None:
+        self._is_well = is_well
         self._registry = registry
         self._cache = cache
         self._backends = backends
@@ -194,7 +198,7 @@ class AdminService:
 
     async def CheckHealth(self, call: AnyCall) -> None:
         call.response.is_leader = self._leadership.is_leader
-        call.response.is_health = True
+        call.response.is_health = self._is_well()
         call.response.elector_last_loop_time_ms = int(self._clock.now() * 1_000)
 
     async def GetManagerClusterInfo(self, call: AnyCall) -> None:

@@ -56,9 +56,8 @@ class GrpcListener:
             raise ConfigError(f"cannot listen on {address}: {error}") from None
 
     async def start(self) -> None:
-        """Serve, and say so in the health service."""
+        """Serve; the health service says what `set_serving` was told."""
         await self._server.start()
-        await self.set_serving(True)
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers, for the server and for each service."""

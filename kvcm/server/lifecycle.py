@@ -1,7 +1,9 @@
 """A manager from start to stop.
 
 Start: data directory, registry (schema check), first contents, index store, storages, use cases,
-loops, listeners, ready. Stop: not ready, no new calls, drain, then everything in reverse.
+loops, listeners, ready. A registry that is away is waited for, within bounds; without the index
+store the manager listens, is not ready, and its loops begin when the store is there. Stop: not
+ready, no new calls, drain, then everything in reverse.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from kvcm._pb import admin_pb2, meta_pb2
 from kvcm.core.clock import Clock, SystemClock
+from kvcm.core.errors import ConfigError, Unavailable
 from kvcm.registry.registry import Registry
 from kvcm.server import bootstrap, http_routes, prometheus, sockets, wiring
 from kvcm.server.admin_service import ANSWERED_BY_ALL, AdminService
@@ -28,6 +31,7 @@ from kvcm.server.http_edge import HttpApi, HttpListener
 from kvcm.server.leadership import Leadership
 from kvcm.server.meta_service import MetaService
 from kvcm.server.settings import Settings
+from kvcm.server.store_watch import StoreWatch
 from kvcm.server.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,7 @@ META = meta_pb2.DESCRIPTOR.services_by_name["MetaService"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 META_TITLE = "kvcm meta"
 ADMIN_TITLE = "kvcm admin"
+_REGISTRY_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,14 @@ class Manager:
         self._undo: list[Callable[[], Awaitable[None]]] = []
         self._grpc: list[GrpcListener] = []
         self._http: list[HttpListener] = []
+        self._stopping = False
+        self._led = asyncio.Event()
+        self._refusal: ConfigError | None = None
 
     async def start(self) -> None:
         """Start everything; on failure what was started is stopped again.
+
+        It returns when calls are taken. Without the index store that is before it is ready.
 
         Raises:
             ConfigError: something in the settings or around them does not fit; one line.
@@ -78,11 +88,20 @@ class Manager:
             await self.stop()
             raise
 
+    async def wait_ready(self) -> None:
+        """Wait until the index store was there once.
+
+        Raises:
+            ConfigError: it came, and can never be used as configured; one line.
+        """
+        await self._led.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
     async def stop(self) -> None:
         """Drain, within ``drain_s``, and stop. Idempotent."""
-        self.ready = False
-        for listener in self._grpc:
-            await listener.set_serving(False)
+        self._stopping = True
+        await self._set_ready(False)
         drain_s = self.settings.drain_s
         await asyncio.gather(*(listener.stop(drain_s) for listener in self._listeners()))
         self._grpc.clear()
@@ -111,13 +130,11 @@ class Manager:
         registry = wiring.build_registry(settings, clock)
         # The last view stays readable for calls that are still draining.
         self._on_stop(registry.close)
-        await registry.open()
+        await self._open_registry(registry)
         await self._bootstrap(registry)
 
         store = wiring.build_store(settings, clock)
         self._on_stop(store.close)
-        await store.open()
-
         backends = wiring.build_backends(settings, clock)
         self._on_stop(backends.close)
         registry.subscribe(backends.follow)
@@ -129,10 +146,43 @@ class Manager:
 
         supervisor = Supervisor(clock)
         self._on_stop(supervisor.stop)
-        supervisor.start([*cache.loops, backends])
 
+        def store_opened() -> None:
+            supervisor.start(cache.loops)
+            self._led.set()
+
+        watch = StoreWatch(
+            store,
+            clock,
+            changed=self._set_ready,
+            opened=store_opened,
+            refused=self._store_refused,
+        )
+        await watch.open()
+        supervisor.start([backends, watch])
         await self._listen(registry, cache, backends)
-        self.ready = True
+
+    async def _open_registry(self, registry: Registry) -> None:
+        clock, wait_s = self._clock, self.settings.registry_wait_s
+        began = clock.monotonic()
+        while True:
+            try:
+                return await registry.open()
+            except Unavailable as error:
+                waited = clock.monotonic() - began
+                if waited >= wait_s:
+                    raise ConfigError(f"{error} (waited {waited:.0f} s, registry_wait_s)") from None
+                log.warning("%s; trying for %.0f s more", error, wait_s - waited)
+            await clock.sleep(_REGISTRY_PAUSE_S)
+
+    async def _set_ready(self, ready: bool) -> None:
+        self.ready = ready and not self._stopping
+        for listener in self._grpc:
+            await listener.set_serving(self.ready)
+
+    def _store_refused(self, error: ConfigError) -> None:
+        self._refusal = error
+        self._led.set()
 
     async def _bootstrap(self, registry: Registry) -> None:
         path = self.settings.bootstrap
@@ -149,7 +199,9 @@ class Manager:
         leadership = Leadership(clock, node_id)
         meta = MetaService(registry, cache, backends.available)
         self._on_stop(lambda: _at_most(meta.drained(), self.settings.drain_s))
-        admin = AdminService(registry, cache, backends, meta, leadership, stats, clock)
+        admin = AdminService(
+            registry, cache, backends, meta, leadership, stats, clock, is_well=lambda: self.ready
+        )
         context = Context(clock, stats, leadership.require)
         meta_calls = endpoints_of(context, META, meta_pb2, meta)
         admin_calls = endpoints_of(
@@ -167,6 +219,8 @@ class Manager:
             metrics=metrics,
         )
         self.ports = Ports(rpc, http, admin_rpc, admin_http)
+        # Also what the gRPC health service says from the first call on.
+        await self._set_ready(self.ready)
         await asyncio.gather(*(listener.start() for listener in self._listeners()))
 
     def _bind_grpc(

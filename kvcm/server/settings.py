@@ -93,6 +93,8 @@ class Settings(_Section):
     """Of a registry_url without one."""
     registry_password_file: Path | None = None
     """A file that holds it, for instance a mounted secret."""
+    registry_wait_s: float = Field(default=60.0, ge=0, le=86_400, allow_inf_nan=False)
+    """How long a start waits for a registry database that is away before it gives up."""
     registry_auto_migrate: bool | None = None
     """Bring an older registry schema up to date at start. Default: SQLite only."""
     index_url: str = ""

@@ -164,6 +164,11 @@ class ValkeyServer:
         """Undoes ``pause``."""
         os.kill(self.pid, signal.SIGCONT)
 
+    def reconfigure(self, *options: str) -> None:
+        """While it is stopped: other lines of configuration."""
+        assert self._process is None
+        self._options = list(options)
+
     def forget(self) -> None:
         """While it is stopped: its files are gone, it starts empty."""
         assert self._process is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ QUICK = (
     f"cache.write_timeout_s_max={WRITE_TIMEOUT_S}",
     "cache.grace_s_min=0.2",
 )
+
+_ADDRESS = re.compile(r"^(meta|admin) (gRPC|HTTP) .*:(\d+)$", re.MULTILINE)
 
 ANY_PORTS = [f"--{name}-port=0" for name in ("rpc", "http", "admin-rpc", "admin-http")]
 
@@ -105,6 +108,11 @@ class Site:
 
     def start(self, *arguments: object, settings: Sequence[str] = QUICK) -> None:
         """Start it and wait until it serves."""
+        self.launch(*arguments, settings=settings)
+        self.wait_ready()
+
+    def launch(self, *arguments: object, settings: Sequence[str] = QUICK) -> None:
+        """Start it."""
         self.ready_file.unlink(missing_ok=True)
         ports = [
             f"--{name.replace('_', '-')}={self.ready.get(name, 0)}"
@@ -129,6 +137,9 @@ class Site:
                 env=environment(),
             )
 
+    def wait_ready(self) -> None:
+        """Wait until it serves."""
+
         def is_ready() -> bool:
             if self.process is not None and self.process.poll() is not None:
                 raise RuntimeError(f"the manager ended: {self.log.read_text()}")
@@ -136,6 +147,39 @@ class Site:
 
         eventually_sync(is_ready, timeout=PATIENCE_S)
         self.ready = json.loads(self.ready_file.read_text())
+
+    def wait_listening(self) -> None:
+        """Wait until it takes calls, ready or not."""
+
+        def ports() -> dict[str, int] | None:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the manager ended: {self.log.read_text()}")
+            found = {
+                f"{kind} {transport}": int(port)
+                for kind, transport, port in _ADDRESS.findall(self.log.read_text())
+            }
+            return found if len(found) == 4 else None
+
+        found = eventually_sync(ports, timeout=PATIENCE_S)
+        self.ready = {
+            "rpc_port": found["meta gRPC"],
+            "http_port": found["meta HTTP"],
+            "admin_rpc_port": found["admin gRPC"],
+            "admin_http_port": found["admin HTTP"],
+        }
+
+    def is_ready(self) -> bool:
+        """What ``/readyz`` says."""
+        url = f"http://127.0.0.1:{self.ready['http_port']}/readyz"
+        return httpx.get(url, timeout=PATIENCE_S).status_code == 200
+
+    def ended(self) -> int:
+        """The exit code of a manager that ends by itself."""
+        assert self.process is not None
+        code = self.process.wait(PATIENCE_S)
+        self.process = None
+        return code
 
     def kill(self) -> None:
         """kill -9, if it runs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import (
+    ConfigError,
     CorruptRecord,
     InvalidArgument,
     KvcmError,
@@ -38,9 +39,9 @@ from kvcm.metaindex.stores.valkey_scripts import (
     space_of,
     table_key,
 )
-from kvcm.metaindex.stores.valkey_server import check_servers
+from kvcm.metaindex.stores.valkey_server import check_servers, speaks_plainly
 from kvcm.metaindex.stores.valkey_url import ValkeyConfig, parse_url
-from kvcm.metaindex.stores.valkey_wire import Command
+from kvcm.metaindex.stores.valkey_wire import Command, is_final
 
 _LIST_TAG = b"kvcm:shards"
 _LIST_KEY = b"kvcm{kvcm:shards}"
@@ -72,13 +73,34 @@ class ValkeyStore:
         return f"ValkeyStore({', '.join(map(str, self._config.addresses))})"
 
     async def open(self) -> None:
+        """Find the servers and log in; may be called again after a failure.
+
+        Raises:
+            Unavailable: no server answers now.
+            ConfigError: one refuses what will not change by itself: a password, the kind of URL.
+        """
         try:
             await self._router.open()
-            self._closed = False
             await check_servers(self._router.nodes, self._config)
-        except KvcmError:
+        except KvcmError as error:
             await self.close()
+            if isinstance(error, Unavailable):
+                await self._raise_if_final(error)
             raise
+        self._closed = False
+
+    async def _raise_if_final(self, error: Unavailable) -> None:
+        if is_final(str(error)):
+            raise ConfigError(str(error)) from None
+        if self._config.tls:
+            # A server without TLS waits for the end of what it takes for a command.
+            timeout_s = self._config.link().connect_timeout_s
+            for address in self._config.addresses:
+                if await speaks_plainly(address, timeout_s):
+                    raise ConfigError(
+                        f"index store at {address}: it speaks without TLS; the URL begins with "
+                        "valkey:// then"
+                    ) from None
 
     async def close(self) -> None:
         self._closed = True
@@ -293,7 +315,7 @@ class ValkeyStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Unavailable("the index store in Valkey is closed")
+            raise Unavailable("the index store in Valkey is not open")
 
     async def _one(self, tag: bytes, command: tuple[bytes, ...]) -> Any:
         answers = await self._router.run([Request(tag, command)], repeatable=True)

@@ -15,7 +15,7 @@ from kvcm.core.errors import CorruptRecord, KvcmError, OutcomeUnknown, Unavailab
 from kvcm.metaindex.stores.common import Turn, below
 from kvcm.metaindex.stores.valkey_scripts import SOURCES
 from kvcm.metaindex.stores.valkey_url import Kind, ValkeyConfig
-from kvcm.metaindex.stores.valkey_wire import Address, Command, Exchange, Node, pack
+from kvcm.metaindex.stores.valkey_wire import Address, Command, Exchange, Node, is_final, pack
 
 SLOTS = 16_384
 _ASKING = pack((b"ASKING",))
@@ -306,7 +306,8 @@ class SentinelRouter(Router):
                 self._sentinels.remove(sentinel)
                 self._sentinels.insert(0, sentinel)
                 return
-            why = failure or f"index store at {sentinel.address}: knows no such master"
+            if not is_final(why):
+                why = failure or f"index store at {sentinel.address}: knows no such master"
         raise Unavailable(f"no sentinel names the master; the last one: {why}")
 
     def node_of(self, tag: bytes) -> Node:
@@ -351,7 +352,8 @@ class ClusterRouter(Router):
             if isinstance(reply, list) and reply:
                 self._learn(reply, node)
                 return
-            why = failure or f"index store at {node.address}: its cluster holds no slots"
+            if not is_final(why):
+                why = failure or f"index store at {node.address}: its cluster holds no slots"
         raise Unavailable(
             f"no server of the cluster tells where the slots are; the last one: {why}"
         )

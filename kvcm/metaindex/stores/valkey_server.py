@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from kvcm.core.errors import ConfigError, Unavailable
-from kvcm.metaindex.stores.valkey_url import ValkeyConfig
-from kvcm.metaindex.stores.valkey_wire import Node, pack
+from kvcm.metaindex.stores.valkey_url import Kind, ValkeyConfig
+from kvcm.metaindex.stores.valkey_wire import Address, Node, pack
 
 _log = logging.getLogger(__name__)
 _VERSION_MIN = (7, 0)
@@ -18,7 +19,7 @@ async def check_servers(nodes: Sequence[Node], config: ValkeyConfig) -> None:
     """Check all that answer.
 
     Raises:
-        ConfigError: a server is too old.
+        ConfigError: a server is too old, or of a cluster that the URL does not speak of.
         Unavailable: none answers.
     """
     failures: list[Unavailable] = []
@@ -40,6 +41,11 @@ async def _check(node: Node, config: ValkeyConfig) -> None:
     like = tuple(int(part) for part in facts.get("redis_version", "0").split(".")[:2])
     if like < _VERSION_MIN:
         raise ConfigError(f"index store at {node.address}: version {version}, needs Redis 7.0")
+    if facts.get("cluster_enabled") == "1" and config.kind is Kind.SINGLE:
+        raise ConfigError(
+            f"index store at {node.address}: it is one of a cluster; the URL begins with "
+            "valkey+cluster:// then"
+        )
     if facts.get("role") == "slave":
         _log.error("index store at %s is a replica: it takes no writes", node.address)
     policy = facts.get("maxmemory_policy", "noeviction")
@@ -71,6 +77,20 @@ def durability(facts: dict[str, str], config: ValkeyConfig) -> str:
     if replicas != "0":
         return f"{text}; {replicas} replicas, not waited for (wait_replicas)"
     return text
+
+
+async def speaks_plainly(address: Address, timeout_s: float) -> bool:
+    """Whether a server answers without TLS; asked of one that does not answer with it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.read(1) in (b"+", b"-")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
 
 
 async def _info(node: Node) -> dict[str, str]:

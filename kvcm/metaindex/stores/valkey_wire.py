@@ -7,6 +7,7 @@ Written on hiredis' parser: whether a command was sent decides between "nothing 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,21 @@ from kvcm.metaindex.stores.common import below
 Command = tuple[bytes, ...]
 pack: Callable[[Command], bytes] = cast(Any, hiredis.pack_command)
 """A command as the server reads it."""
+_NOT_VALKEY = "not the protocol of Valkey"
+_NOT_TLS = "TLS cannot be agreed on"
+_FINAL = re.compile(
+    rf"\b(?:WRONGPASS|NOAUTH|NOPERM|DENIED)\b|{_NOT_VALKEY}|{_NOT_TLS}"
+    r"|ERR (?:AUTH|Client sent AUTH|DB index|unknown command|This instance has cluster support)"
+)
+"""What only an operator can change: passwords, rights, the kind of the server or of the URL."""
 _PAUSE_S_FIRST = 0.02
 _PAUSE_S_MAX = 1.0
 _CONNECT_TRIES = 2
+
+
+def is_final(failure: str) -> bool:
+    """Whether a server that failed like this will fail for ever, as it and the URL stand."""
+    return _FINAL.search(failure) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,7 @@ class Connection(asyncio.Protocol):
                     raise hiredis.ProtocolError("a reply that nothing asked for")
                 exchange.replies.append(reply)
         except hiredis.ProtocolError as error:
-            self.drop(f"not the protocol of Valkey: {error}")
+            self.drop(f"{_NOT_VALKEY}: {error}")
             return
         if exchange is not None and len(exchange.replies) == exchange.count:
             self._end("")
@@ -258,6 +271,10 @@ class Node:
             raise AssertionError("the last try returns or raises")
         except TimeoutError:
             raise self._failed(f"no connection within {self._link.connect_timeout_s:g} s") from None
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise self._failed(f"cannot connect: {error.strerror}") from None
+        except ssl.SSLError as error:
+            raise self._failed(f"{_NOT_TLS}: {error.strerror or error}") from None
         except OSError as error:
             # Names resolve to several addresses; their errors come as one long text.
             raise self._failed(f"cannot connect: {error.strerror or error}") from None
