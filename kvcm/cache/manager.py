@@ -29,7 +29,6 @@ from kvcm.core.errors import KvcmError
 from kvcm.core.types import STORAGE_TYPE_NAMES, Instance, InstanceGroup
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.ledger import ZERO, Delta
-from kvcm.metaindex.records import Phase
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import KVStore
 from kvcm.registry.view import RegistryView
@@ -123,6 +122,7 @@ class CacheManager:
         """Wait for clean-ups and save the access stamps."""
         await self._writes.settled()
         await self._files.close()
+        await self._removal.settled()
         for index in list(self.index.by_uid.values()):
             try:
                 while await index.save_stamps(1024):
@@ -193,10 +193,7 @@ class CacheManager:
         Raises:
             NotReady: the index store failed; call again.
         """
-        for index in list(self.index.by_uid.values()):
-            for entry in list(index.book.entries.values()):
-                if entry.storage == storage and entry.phase in (Phase.OPEN, Phase.SETTLED):
-                    await self._removal.retire(index, entry)
+        await self._removal.drop_storage(storage)
 
     def busy_instance_uids(self) -> set[str]:
         """Uids of instances that hold blocks or open sessions, or are not loaded yet."""

@@ -7,14 +7,16 @@ the same commit, however many blocks it touches (design.md §3, §4).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
+from typing import TypeVar
 
 import numpy as np
 
-from kvcm.core.errors import InternalError, OutcomeUnknown, StaleFence
+from kvcm.core.errors import CorruptRecord, InternalError, KvcmError, OutcomeUnknown, StaleFence
 from kvcm.core.keys import array_of
+from kvcm.core.storage import ObjectRef
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import owner_of
 from kvcm.metaindex.book import Entry
@@ -24,13 +26,21 @@ from kvcm.metaindex.ledger import Delta, to_counters
 from kvcm.metaindex.loading import InstanceLoader
 from kvcm.metaindex.reading import RowRefs, raw_row_keys
 from kvcm.metaindex.records import Extent, Phase, State, Trash
-from kvcm.metaindex.shards import by_shard, shard_of
+from kvcm.metaindex.shards import by_shard
 from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 
 _CHANGE_TRIES = 8
-_ROWS_PER_COMMIT = 1024
+T = TypeVar("T")
 
 Decide = Callable[[Extent, State], State | None]
+
+
+def by_home(extent_ids: Iterable[bytes]) -> dict[int, list[bytes]]:
+    """Extents by their home shard."""
+    groups: dict[int, list[bytes]] = {}
+    for extent_id in extent_ids:
+        groups.setdefault(home_shard(extent_id), []).append(extent_id)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +53,37 @@ class Change:
     trash: Trash | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A change ready to be committed to the extent's home shard."""
+
+    extent: Extent
+    state: State
+    mutation: Mutation
+    trash: Trash | None
+
+
+Found = tuple[Extent, State]
+
+
 class InstanceIndex(InstanceLoader):
     """Extents and rows of one registered instance."""
 
     def _trash_found(self, trash: Trash) -> None:
         self.shared.on_trash(self, trash)
 
-    def layout(self, extent: Extent) -> Layout | None:
-        """Objects of an extent; None when its storage is gone."""
+    def objects_of(self, extent: Extent) -> Sequence[ObjectRef] | None:
+        """What the storage frees of an extent piece by piece; None when its storage is gone."""
         storage = self.shared.storages.get(extent.storage)
         if storage is None:
             return None
         owner = owner_of(self.shared.cluster_uid, self.uid, extent)
-        return Layout.of(extent, storage.objects(extent.descriptor, owner, spec_slots(extent)))
+        return storage.objects(extent.descriptor, owner, spec_slots(extent))
+
+    def layout(self, extent: Extent) -> Layout | None:
+        """Objects of an extent; None when its storage is gone."""
+        objects = self.objects_of(extent)
+        return None if objects is None else Layout.of(extent, objects)
 
     async def change(
         self, extent_id: bytes, decide: Decide, *, keep_bytes: bool = False
@@ -80,10 +108,9 @@ class InstanceIndex(InstanceLoader):
             extent, state = found
             wanted = decide(extent, state)
             if wanted is None:
-                self._catch_up(extent, state)
-                return Change(extent, state, applied=False)
+                return self.unchanged(extent, state)
             try:
-                done = await self._swap(extent, state, wanted, keep_bytes)
+                done = await self._swap(self.step(extent, state, wanted, keep_bytes))
             except (OutcomeUnknown, StaleFence) as error:
                 # Claimed again at the next touch, which re-reads the record: a change that did
                 # apply shows as its own version there.
@@ -93,9 +120,8 @@ class InstanceIndex(InstanceLoader):
                 return done
         raise failure or InternalError(f"extent {extent_id.hex()} keeps changing")
 
-    async def _swap(
-        self, extent: Extent, old: State, new: State, keep_bytes: bool
-    ) -> Change | None:
+    def step(self, extent: Extent, old: State, new: State, keep_bytes: bool) -> Step:
+        """The commit that takes an extent from one state to another, with counters and trash."""
         old_live, new_live = live_blocks(extent, old), live_blocks(extent, new)
         whole = new_live == bits.ones(extent.count)
         layout = None if keep_bytes or whole else self.layout(extent)
@@ -120,31 +146,41 @@ class InstanceIndex(InstanceLoader):
             compare=[Compare(Table.STATES, extent.extent_id, old.version)],
             counters=to_counters(extent.storage, delta),
         )
-        home = home_shard(extent.extent_id)
-        self._hide(extent.extent_id)
+        return Step(extent, new, mutation, trash)
+
+    async def _swap(self, step: Step) -> Change | None:
+        extent_id = step.extent.extent_id
+        self.hide(extent_id)
         try:
-            (outcomes,) = await self.shards.commit([(home, [mutation])])
+            (outcomes,) = await self.shards.commit([(home_shard(extent_id), [step.mutation])])
         finally:
-            self._hide(extent.extent_id)
-        entry = self.book.entries.get(extent.extent_id)
-        if outcomes[0] is not Outcome.APPLIED:
+            self.hide(extent_id)
+        return self.committed(step, outcomes[0])
+
+    def committed(self, step: Step, outcome: Outcome) -> Change | None:
+        """Follow a commit; None when it met another state than it was made for."""
+        entry = self.book.entries.get(step.extent.extent_id)
+        if outcome is not Outcome.APPLIED:
             if entry is not None:
                 entry.opened = entry.state = None
             return None
         if entry is not None:
-            self._follow(entry, extent, new)
-        if trash is not None:
-            self.trash[trash.key] = trash
-            self._trash_found(trash)
-        return Change(extent, new, applied=True, trash=trash)
+            self._follow(entry, step.extent, step.state)
+        if step.trash is not None:
+            self.trash[step.trash.key] = step.trash
+            self._trash_found(step.trash)
+        return Change(step.extent, step.state, applied=True, trash=step.trash)
 
-    def _catch_up(self, extent: Extent, state: State) -> None:
-        """The record is further than its entry: a change whose outcome nobody saw."""
+    def unchanged(self, extent: Extent, state: State) -> Change:
+        """Nothing is wanted. The record may be further than its entry: a change whose outcome
+        nobody saw."""
         entry = self.book.entries.get(extent.extent_id)
         if entry is not None and entry.phase < state.phase:
             self._follow(entry, extent, state)
+        return Change(extent, state, applied=False)
 
-    def _hide(self, extent_id: bytes) -> None:
+    def hide(self, extent_id: bytes) -> None:
+        """Take an extent out of the read cache; what is being read of it now stays out."""
         self._generation[home_shard(extent_id)] += 1
         self.shared.cache.invalidate(extent_id)
 
@@ -225,68 +261,64 @@ class InstanceIndex(InstanceLoader):
         writes = list(zip(repeat(Table.ROWS), raw_keys, values))
         return [(number, [Mutation(writes=writes[a:b])]) for number, a, b in parts]
 
-    async def delete_rows(self, extent: Extent) -> int:
-        """Remove the rows that still name an extent that is gone; other references stay.
+    async def read_many(self, extent_ids: Iterable[bytes]) -> dict[bytes, Found | KvcmError | None]:
+        """``read`` of many extents; the error in place of those whose shard failed."""
+        out: dict[bytes, Found | KvcmError | None] = {}
+        missing: list[bytes] = []
+        for extent_id in extent_ids:
+            entry = self.book.entries.get(extent_id)
+            if entry is not None and entry.opened is not None and entry.state is not None:
+                out[extent_id] = entry.opened, entry.state
+            else:
+                missing.append(extent_id)
+        return out | await self._by_shard(missing, self._read)
 
-        Returns:
-            Rows changed.
+    async def headers_of(
+        self, extent_ids: Iterable[bytes]
+    ) -> dict[bytes, Extent | KvcmError | None]:
+        """Extents with zeros for their keys, whatever their state: enough to know their objects.
+
+        None where there is none, or it does not parse; the error where its shard failed.
         """
-        keys = np.frombuffer(extent.keys, dtype="<i8").astype(np.int64)
-        changed = 0
-        for start in range(0, len(keys), _ROWS_PER_COMMIT):
-            part = keys[start : start + _ROWS_PER_COMMIT].tolist()
-            groups: dict[int, list[Mutation]] = {}
-            for key, refs in zip(part, await self.rows_of(part), strict=True):
-                rest = [r for r in refs if r[0] != extent.extent_id]
-                if len(rest) == len(refs):
+        return await self._by_shard(list(extent_ids), self._headers)
+
+    async def _headers(self, extent_ids: Sequence[bytes]) -> dict[bytes, Extent | None]:
+        groups = list(by_home(extent_ids).items())
+        asked = [(n, [records.chunk_key(e, 0) for e in members]) for n, members in groups]
+        out: dict[bytes, Extent | None] = {}
+        answers = await self._get(asked, Table.EXTENTS, partial=False)
+        for (_, members), values in zip(groups, answers, strict=True):
+            for extent_id, value in zip(members, values, strict=True):
+                out[extent_id] = None
+                if value is None:
                     continue
-                raw = key.to_bytes(8, "little", signed=True)
-                old = b"".join(records.encode_ref(e, p) for e, p in refs)
-                new = b"".join(records.encode_ref(e, p) for e, p in rest) or None
-                groups.setdefault(shard_of(key, self.shard_count), []).append(
-                    Mutation(
-                        writes=[Write(Table.ROWS, raw, new)],
-                        compare=[Compare(Table.ROWS, raw, old, whole=True)],
-                    )
-                )
-                changed += 1
-            if groups:
-                await self.shards.commit(list(groups.items()))
-        return changed
+                try:
+                    header, count = records.decode_header(extent_id, value)
+                except CorruptRecord as error:
+                    self.shared.quarantine.add(error)
+                    continue
+                out[extent_id] = replace(header, keys=bytes(8 * count))
+        return out
 
-    async def forget(self, extent: Extent, state: State) -> bool:
-        """Remove the records of a retired or aborted extent whose trash is empty."""
-        home = home_shard(extent.extent_id)
-        eid = extent.extent_id
-        writes = [
-            Write(Table.EXTENTS, records.chunk_key(eid, i), None)
-            for i in range(records.chunk_count(extent.count))
-        ]
-        writes += [Write(Table.STATES, eid, None), Write(Table.DUE, eid, None)]
-        mutation = Mutation(writes=writes, compare=[Compare(Table.STATES, eid, state.version)])
-        self._hide(eid)
-        (outcomes,) = await self.shards.commit([(home, [mutation])])
-        if outcomes[0] is Outcome.APPLIED:
-            self.book.forget(eid)
-            return True
-        return False
-
-    async def replace_trash(self, trash: Trash, again: Trash | None) -> None:
-        """Bytes of ``trash`` are deleted: its entry goes, or stays for a second pass."""
-        home = home_shard(trash.extent_id)
-        value = None if again is None else records.encode_trash(again)
-        # A second pass holds no bytes: they were credited to the storage by the first.
-        freed = trash.size
-        mutation = Mutation(
-            writes=[Write(Table.TRASH, trash.key, value)],
-            compare=[Compare(Table.TRASH, trash.key, records.encode_trash(trash), whole=True)],
-            counters=to_counters(trash.storage, Delta(trash_bytes=-freed)),
-        )
-        await self.shards.commit([(home, [mutation])])
-        if again is None:
-            self.trash.pop(trash.key, None)
-        else:
-            self.trash[trash.key] = again
+    async def _by_shard(
+        self,
+        extent_ids: Sequence[bytes],
+        read: Callable[[Sequence[bytes]], Awaitable[dict[bytes, T]]],
+    ) -> dict[bytes, T | KvcmError]:
+        """All at once, and shard by shard when that fails, so that a shard that is away holds up
+        no other."""
+        out: dict[bytes, T | KvcmError] = {}
+        if not extent_ids:
+            return out
+        try:
+            return out | await read(extent_ids)
+        except KvcmError:
+            for members in by_home(extent_ids).values():
+                try:
+                    out |= await read(members)
+                except KvcmError as error:
+                    out |= dict.fromkeys(members, error)
+        return out
 
     async def save_stamps(self, limit: int) -> int:
         """Write up to ``limit`` changed last-access stamps; returns how many."""

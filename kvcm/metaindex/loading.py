@@ -116,6 +116,8 @@ class InstanceLoader(InstanceReader):
         self.book.add(entry)
         if state.phase is Phase.OPEN:
             self.book.expect(entry, deadline)
+        elif state.phase is not Phase.SETTLED:
+            self.ended.append(entry)
         return True
 
     def _link(self) -> None:

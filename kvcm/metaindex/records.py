@@ -139,7 +139,8 @@ class Trash:
     """Objects of an extent whose bytes are still to be deleted.
 
     ``objects`` is a bit set over the backend's object list of the extent. ``late_writer``: its
-    writer may still create them, so they are deleted once more later (``again``).
+    writer may still create them, so they are deleted once more later (``again``). ``size`` is in
+    bytes; those of ``again`` are free already.
     """
 
     extent_id: bytes
@@ -154,6 +155,11 @@ class Trash:
     def key(self) -> bytes:
         """Its key in the trash table."""
         return self.extent_id + self.serial
+
+    @property
+    def counted(self) -> int:
+        """Bytes that the ledger counts for it."""
+        return 0 if self.again else self.size
 
 
 def _seal(bound: bytes, body: bytes) -> bytes:

@@ -9,7 +9,8 @@ are, and has its extents read again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from kvcm.core.errors import CorruptRecord, KvcmError, OutcomeUnknown, StaleFenc
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.metaindex.ledger import Delta, from_counters
 from kvcm.metaindex.store import Claim, Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
+from kvcm.metaindex.turnstile import Turnstile
 
 _MIX = 0x9E3779B97F4A7C15
 _MIX_U64 = np.uint64(_MIX)
@@ -99,6 +101,7 @@ class Shards:
         self._commits: dict[int, int] = {}
         self._suspect: set[int] = set()
         self._claiming = asyncio.Lock()
+        self.turnstile = Turnstile()
 
     def id(self, number: int) -> ShardId:
         """The store's name of a shard."""
@@ -222,14 +225,66 @@ class Shards:
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: at least one shard; others may have applied.
         """
+        async with self.turnstile.passing(parts):
+            return await self._commit_all(parts)
+
+    async def _commit_all(
+        self, parts: Sequence[tuple[int, Sequence[Mutation]]]
+    ) -> list[Sequence[Outcome]]:
         await self.ensure(number for number, _ in parts)
+        outcomes: list[Sequence[Outcome]] = []
+        for answer in await self._commit(parts):
+            if isinstance(answer, Exception):
+                raise answer
+            outcomes.append(answer)
+        return outcomes
+
+    @asynccontextmanager
+    async def alone(self, number: int) -> AsyncIterator[Mapping[bytes, int]]:
+        """Hold back all commits of a shard but those of ``commit_alone``; its counters as stored.
+
+        Raises:
+            Unavailable, OutcomeUnknown, StaleFence: the shard cannot be claimed.
+        """
+        async with self.turnstile.alone(number):
+            await self.ensure((number,))
+            async with self._claiming:
+                # What is known here was added up from commits; a claim tells what is stored.
+                await self._claim([number])
+            yield dict(self._known[number])
+
+    async def commit_alone(self, number: int, mutation: Mutation) -> Outcome:
+        """Commit as the one who is ``alone`` with the shard. Raises as ``commit`` does."""
+        ((outcome,),) = await self._commit_all([(number, [mutation])])
+        return outcome
+
+    async def commit_each(
+        self, parts: Sequence[tuple[int, Sequence[Mutation]]]
+    ) -> list[Sequence[Outcome] | Exception]:
+        """As ``commit``, for parts that have nothing to do with each other.
+
+        Returns:
+            Per part, in order, its outcomes, or the error that kept it from being committed.
+        """
+        try:
+            async with self.turnstile.passing(parts):
+                reached = await self.reach([number for number, _ in parts])
+                done = iter(await self._commit([part for part in parts if part[0] in reached]))
+        except KvcmError as error:
+            return [error for _ in parts]
+        away = "shard {} of the index store cannot be reached"
+        return [next(done) if n in reached else Unavailable(away.format(n)) for n, _ in parts]
+
+    async def _commit(
+        self, parts: Sequence[tuple[int, Sequence[Mutation]]]
+    ) -> list[Sequence[Outcome] | Exception]:
+        """Commit to claimed shards; the answer of each part."""
         fences = {n: self._fences[n] for n, _ in parts}
         # Answers may come in another order than commits were made: only what was known before
         # a commit was sent tells whether the store went back.
         known = {n: self._commits[n] for n, _ in parts}
         commits = [ShardCommit(self.id(n), fences[n], muts) for n, muts in parts]
-        failure: Exception | None = None
-        outcomes: list[Sequence[Outcome]] = []
+        answers: list[Sequence[Outcome] | Exception] = []
         try:
             results = await self._store.commit(commits)
         except Unavailable:
@@ -241,7 +296,6 @@ class Shards:
             raise
         for (number, mutations), result in zip(parts, results, strict=True):
             if result.error is not None:
-                failure = failure or result.error
                 if isinstance(result.error, OutcomeUnknown | StaleFence | CorruptRecord):
                     self._doubt(number, fences[number])
                 if isinstance(result.error, StaleFence) and not result.error.epoch:
@@ -249,7 +303,7 @@ class Shards:
                     # are asked now, not one by one at the cost of a refused call each.
                     for other, fence in list(self._fences.items()):
                         self._doubt(other, fence)
-                outcomes.append(())
+                answers.append(result.error)
                 continue
             has_applied = Outcome.APPLIED in result.outcomes
             if result.commit_number < known[number] + has_applied:
@@ -257,10 +311,8 @@ class Shards:
             elif self._fences.get(number, fences[number]) == fences[number]:
                 self._commits[number] = max(self._commits.get(number, 0), result.commit_number)
                 self._applied(number, mutations, result.outcomes)
-            outcomes.append(result.outcomes)
-        if failure is not None:
-            raise failure
-        return outcomes
+            answers.append(result.outcomes)
+        return answers
 
     def _doubt(self, number: int, fence: Fence) -> None:
         # A commit sent before the latest claim says nothing about that claim.

@@ -51,6 +51,21 @@ class Deleter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteOptions:
+    """How bytes are deleted.
+
+    ``tries_max``: failures in a row after which an object is a dead letter, tried again only
+    every ``dead_letter_retry_s`` seconds or so. ``at_once``: delete calls under way over all
+    storages; ``per_storage``: of one.
+    """
+
+    tries_max: int = 10
+    dead_letter_retry_s: float = 3600.0
+    at_once: int = 8
+    per_storage: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What the loops need from outside.
 
@@ -67,6 +82,7 @@ class Surroundings:
     grace_s: Callable[[str], float]
     late_s: float
     forget_instance: Callable[[str], Awaitable[None]]
+    deletes: DeleteOptions = DeleteOptions()
 
 
 def retire_with(index: InstanceIndex) -> Callable[[Extent, State], State | None]:

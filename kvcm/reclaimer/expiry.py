@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from kvcm.core.errors import KvcmError
 from kvcm.metaindex.book import Entry
-from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.instance import Decide, InstanceIndex
 from kvcm.metaindex.records import Cause, Extent, Phase, State
 from kvcm.reclaimer.base import BACKOFF_S_FIRST, PER_ROUND, Report, Surroundings
 
@@ -26,32 +25,34 @@ class ExpiryLoop:
     async def run_once(self, now: float) -> Report:
         report = Report()
         for index in list(self._around.index.by_uid.values()):
-            left = index.book.overdue(now, PER_ROUND)
-            try:
-                await self._expire(index, left, now, report)
-            finally:
-                # Cut short: they are not given out again by themselves.
-                for entry in left:
-                    index.book.expect(entry, entry.deadline)
+            overdue = index.book.overdue(now, PER_ROUND)
+            if overdue:
+                await self._expire(index, overdue, now, report)
         return report
 
     async def _expire(
-        self, index: InstanceIndex, left: list[Entry], now: float, report: Report
+        self, index: InstanceIndex, overdue: list[Entry], now: float, report: Report
     ) -> None:
-        """Work through ``left`` from its end; what is dealt with leaves it."""
-        while left:
-            entry = left[-1]
-            try:
-                await index.change(entry.extent_id, _expire_with(index))
-                report.done += 1
-            except KvcmError as error:
-                _log.warning("expiring extent %s: %s", entry.extent_id.hex(), error)
-                index.book.expect(entry, now + BACKOFF_S_FIRST)
-                report.failed += 1
-            left.pop()
+        # They are not given out again by themselves: cut short, they are due as before.
+        again = {entry: entry.deadline for entry in overdue}
+        try:
+            ids = [entry.extent_id for entry in overdue]
+            answers = await change_many(index, ids, _expire_with(index))
+            for entry in overdue:
+                error = answers[entry.extent_id]
+                if isinstance(error, Exception):
+                    _log.warning("expiring extent %s: %s", entry.extent_id.hex(), error)
+                    again[entry] = now + BACKOFF_S_FIRST
+                    report.failed += 1
+                else:
+                    del again[entry]
+                    report.done += 1
+        finally:
+            for entry, deadline in again.items():
+                index.book.expect(entry, deadline)
 
 
-def _expire_with(index: InstanceIndex) -> Callable[[Extent, State], State | None]:
+def _expire_with(index: InstanceIndex) -> Decide:
     def decide(_extent: Extent, state: State) -> State | None:
         if state.phase is not Phase.OPEN:
             return None

@@ -116,7 +116,7 @@ class _Shard:
                 self._say(str(error))
                 continue
             self._found.trash.append(trash)
-            add_to(self._held, trash.storage, Delta(trash_bytes=trash.size))
+            add_to(self._held, trash.storage, Delta(trash_bytes=trash.counted))
         for key, value in (await self._table(Table.ROWS)).items():
             self._row(key, value)
         if self._held:

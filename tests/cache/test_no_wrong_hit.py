@@ -25,7 +25,7 @@ from kvcm.metaindex.readcache import ReadCache, View
 from kvcm.metaindex.records import Extent, Phase, State
 from kvcm.metaindex.shards import Shards, shard_of
 from kvcm.metaindex.store import ShardId, Table
-from kvcm.reclaimer.trash import TrashLoop, _Pending
+from kvcm.reclaimer.base import Surroundings
 from kvcm.storage_backends import posix_names
 from tests.cache.harness import Grant, Harness, file_of, payload, read_slot, write_slot
 
@@ -223,10 +223,12 @@ async def reader_within_its_grace(h: Harness) -> str:
 
 
 def no_grace(patch: Patch) -> None:
-    def add(self: TrashLoop, index: InstanceIndex, trash: Any) -> None:
-        self._push(0.0, _Pending(index, trash))
+    real = Surroundings.__init__
 
-    patch.setattr(TrashLoop, "add", add)
+    def init(self: Surroundings, **given: Any) -> None:
+        real(self, **(given | {"grace_s": lambda _group: 0.0}))
+
+    patch.setattr(Surroundings, "__init__", init)
 
 
 async def row_of_a_wrong_position(h: Harness) -> str:

@@ -125,7 +125,7 @@ def _uris(grant: Grant) -> list[str]:
 async def test_a_storage_that_hangs_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcm.reclaimer.trash._DELETE_S_MAX", 0.05)
+    monkeypatch.setattr("kvcm.reclaimer.trash._LATE_S", 0.05)
     h = await Harness(root=tmp_path, storages=("nfs_01", "nfs_02")).open()
     await h.register()
     grants = [await h.put([i]) for i in range(8)]
@@ -144,7 +144,7 @@ async def test_a_storage_that_hangs_holds_up_no_other(
     deletes.hang.set()
     deletes.hang = None
     (trash,) = (x for x in h.manager.loops if x.name == "trash")
-    await asyncio.wait(list(trash._busy.values()))  # type: ignore[attr-defined]
+    await asyncio.wait(list(trash._lanes["nfs_01"].running))  # type: ignore[attr-defined]
     monkeypatch.undo()
     await h.drain()
     assert not any(there(g) for g in grants)
