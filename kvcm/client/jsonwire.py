@@ -6,7 +6,7 @@ Requests use numbers for int64, which every manager accepts exactly (wire.md §1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 import msgspec
@@ -84,9 +84,11 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _value(field: FieldDescriptor, value: Any) -> Any:
+    # `field.is_repeated` is younger than the oldest protobuf that an engine may bring.
+    repeated = isinstance(value, MutableSequence)
     if field.message_type is not None:
-        return [_plain(item) for item in value] if field.is_repeated else _plain(value)
-    if field.is_repeated:
+        return [_plain(item) for item in value] if repeated else _plain(value)
+    if repeated:
         return list(value)
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
