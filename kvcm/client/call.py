@@ -83,17 +83,26 @@ def describe_function(function: F, builder: Callable[..., Any]) -> F:
     function.__name__ = builder.__name__
     function.__qualname__ = builder.__qualname__
     function.__doc__ = builder.__doc__
-    function.__signature__ = inspect.signature(builder)  # type: ignore[attr-defined]
+    _show_signature(function, inspect.signature(builder))
     return function
 
 
 def describe_method(method: F, builder: Callable[..., Any]) -> F:
-    """The same for a client's method."""
+    """The same for a client's method, which gives the call's result."""
     describe_function(method, builder)
+    result = str(inspect.signature(builder).return_annotation)
+    return take_arguments(method, builder, result.removeprefix("Call[").removesuffix("]"))
+
+
+def take_arguments(method: F, builder: Callable[..., Any], result: str) -> F:
+    """Give a method the arguments of the builder, behind ``self``."""
     signature = inspect.signature(builder)
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    result = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
-    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[self_parameter, *signature.parameters.values()], return_annotation=result
-    )
+    parameters = [self_parameter, *signature.parameters.values()]
+    _show_signature(method, signature.replace(parameters=parameters, return_annotation=result))
     return method
+
+
+def _show_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
+    # What `inspect` and `help` look at; type checkers know functions as having no such attribute.
+    function.__signature__ = signature  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ def storage_config(raw: pb.StorageConfig) -> StorageStatus:
         type=_TYPES.get(field, StorageType.UNSPECIFIED),
         spec=spec,
         check_storage_available_when_open=raw.check_storage_available_when_open,
-        **{name: getattr(raw, name) for name in StorageConfig.additions if raw.HasField(name)},
+        **{f.name: value for f, value in raw.ListFields() if f.name in StorageConfig.additions},
         enabled=not raw.disabled,
         unavailable_reason=raw.unavailable_reason,
     )

@@ -16,8 +16,8 @@ from kvcm.core.mask import BlockMask
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from kvcm.client.aio import AsyncClient
-    from kvcm.client.sync import Client
+    from kvcm.client.aio import AsyncCaller
+    from kvcm.client.sync import SyncCaller
 
 FINISH_ATTEMPTS = 3
 """How many time-outs a session's finish may take: a lost reply is asked for again."""
@@ -37,10 +37,10 @@ class SessionState:
     failed. Marking may be done from several threads.
     """
 
-    def __init__(self, start: Call[WriteGrant], instance_id: str, trace_id: str) -> None:
+    def __init__(self, start: Call[WriteGrant]) -> None:
         self._start = start
-        self._instance_id = instance_id
-        self._trace_id = trace_id
+        # The call's own message type is not known to `Call`.
+        self._request: Any = start.request
         self._grant: WriteGrant | None = None
         self._positions: dict[int, int] = {}
         self._done: set[int] = set()
@@ -95,10 +95,10 @@ class SessionState:
 
     def _finish_call(self) -> Call[None]:
         return calls.finish_write_cache(
-            self._instance_id,
+            self._request.instance_id,
             self.grant.session_id,
             self._success(),
-            trace_id=self._trace_id,
+            trace_id=self._request.trace_id,
             timeout=self._start.timeout,
             attempts_of_timeout=FINISH_ATTEMPTS,
         )
@@ -114,7 +114,7 @@ class SessionState:
         if isinstance(failure, SessionNotExist | InvalidArgument):
             failure.add_note(
                 f"Nothing of write session {self.grant.session_id} of instance "
-                f"{self._instance_id!r} was published. Did writing take longer than "
+                f"{self._request.instance_id!r} was published. Did writing take longer than "
                 "write_timeout_s?"
             )
 
@@ -165,10 +165,8 @@ class WriteSession(SessionState):
     (nothing is published), OutcomeUnknown when no reply came.
     """
 
-    def __init__(
-        self, client: Client, start: Call[WriteGrant], instance_id: str, trace_id: str
-    ) -> None:
-        super().__init__(start, instance_id, trace_id)
+    def __init__(self, client: SyncCaller, start: Call[WriteGrant]) -> None:
+        super().__init__(start)
         self._client = client
 
     def __enter__(self) -> Self:
@@ -217,10 +215,8 @@ class AsyncWriteSession(SessionState):
     A cancelled block finishes its session too.
     """
 
-    def __init__(
-        self, client: AsyncClient, start: Call[WriteGrant], instance_id: str, trace_id: str
-    ) -> None:
-        super().__init__(start, instance_id, trace_id)
+    def __init__(self, client: AsyncCaller, start: Call[WriteGrant]) -> None:
+        super().__init__(start)
         self._client = client
 
     async def __aenter__(self) -> Self:

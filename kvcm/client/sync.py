@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvcm.client import admin_calls, calls
-from kvcm.client.addresses import ADMIN_PORTS
-from kvcm.client.call import Call, describe_method
+from kvcm.client import calls
+from kvcm.client.call import Call, take_arguments
 from kvcm.client.grpc_transport import GrpcTransport
 from kvcm.client.http_transport import HttpTransport
+from kvcm.client.methods import AdminMethods, MetaMethods
 from kvcm.client.options import ClientBase
 from kvcm.client.retry import Pause, attempts
 from kvcm.client.session import WriteSession
+from kvcm.client.types import WriteGrant
 from kvcm.core.errors import KvcmError, Unavailable
 
 P = ParamSpec("P")
@@ -98,83 +99,25 @@ class SyncCaller(ClientBase):
             return self._transports[index]
 
 
-def _method(builder: Callable[P, Call[T]]) -> Callable[Concatenate[SyncCaller, P], T]:
-    def method(self: SyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.call(builder(*args, **kwargs))
+def _session(
+    builder: Callable[P, Call[WriteGrant]],
+) -> Callable[Concatenate[SyncCaller, P], WriteSession]:
+    def write(self: SyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> WriteSession:
+        """A write session, for a ``with`` statement; arguments of `start_write_cache`."""
+        return WriteSession(self, builder(*args, **kwargs))
 
-    return describe_method(method, builder)
+    return take_arguments(write, builder, "WriteSession")
 
 
-class Client(SyncCaller):
+class Client(MetaMethods, SyncCaller):
     """MetaService for engines; `AsyncClient` is the same for asyncio.
 
     Several addresses are tried in order, going on where a manager does not lead or cannot be
     reached. Calls are repeated only where that is safe; see `kvcm.client.retry`.
     """
 
-    register_instance = _method(calls.register_instance)
-    get_instance_info = _method(calls.get_instance_info)
-    get_cache_location = _method(calls.get_cache_location)
-    get_cache_meta = _method(calls.get_cache_meta)
-    start_write_cache = _method(calls.start_write_cache)
-    finish_write_cache = _method(calls.finish_write_cache)
-    remove_cache = _method(calls.remove_cache)
-    trim_cache = _method(calls.trim_cache)
-
-    def write(
-        self,
-        instance_id: str,
-        keys: calls.Ints = (),
-        *,
-        token_ids: calls.Ints = (),
-        spec_group_names: Sequence[str] = (),
-        write_timeout_s: int = 0,
-        trace_id: str = "",
-        timeout: float | None = None,
-    ) -> WriteSession:
-        """A write session, for a ``with`` statement; arguments of `start_write_cache`."""
-        start = calls.start_write_cache(
-            instance_id,
-            keys,
-            token_ids=token_ids,
-            spec_group_names=spec_group_names,
-            write_timeout_s=write_timeout_s,
-            trace_id=trace_id,
-            timeout=timeout,
-        )
-        return WriteSession(self, start, instance_id, trace_id)
+    write = _session(calls.start_write_cache)
 
 
-class AdminClient(SyncCaller):
+class AdminClient(AdminMethods, SyncCaller):
     """AdminService for operators; `AsyncAdminClient` is the same for asyncio."""
-
-    default_ports: ClassVar[dict[str, int]] = ADMIN_PORTS
-
-    add_storage = _method(admin_calls.add_storage)
-    enable_storage = _method(admin_calls.enable_storage)
-    disable_storage = _method(admin_calls.disable_storage)
-    remove_storage = _method(admin_calls.remove_storage)
-    update_storage = _method(admin_calls.update_storage)
-    list_storage = _method(admin_calls.list_storage)
-    create_instance_group = _method(admin_calls.create_instance_group)
-    update_instance_group = _method(admin_calls.update_instance_group)
-    remove_instance_group = _method(admin_calls.remove_instance_group)
-    get_instance_group = _method(admin_calls.get_instance_group)
-    get_cache_meta = _method(admin_calls.get_cache_meta)
-    remove_cache = _method(admin_calls.remove_cache)
-    register_instance = _method(admin_calls.register_instance)
-    remove_instance = _method(admin_calls.remove_instance)
-    get_instance_info = _method(admin_calls.get_instance_info)
-    list_instance_info = _method(admin_calls.list_instance_info)
-    add_account = _method(admin_calls.add_account)
-    delete_account = _method(admin_calls.delete_account)
-    list_account = _method(admin_calls.list_account)
-    gen_config_snapshot = _method(admin_calls.gen_config_snapshot)
-    load_config_snapshot = _method(admin_calls.load_config_snapshot)
-    get_metrics = _method(admin_calls.get_metrics)
-    check_health = _method(admin_calls.check_health)
-    get_manager_cluster_info = _method(admin_calls.get_manager_cluster_info)
-    leader_demote = _method(admin_calls.leader_demote)
-    get_leader_elector_config = _method(admin_calls.get_leader_elector_config)
-    update_leader_elector_config = _method(admin_calls.update_leader_elector_config)
-    update_logger = _method(admin_calls.update_logger)
