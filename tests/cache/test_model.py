@@ -38,6 +38,7 @@ from kvcm.core.errors import (
 )
 from kvcm.core.mask import BlockMask
 from kvcm.core.types import QueryType, TrimStrategy
+from kvcm.metaindex.store import KVStore
 from kvcm.testing.faults import Crash, Fault, Op, at_random, no_faults, script
 from tests.cache.harness import (
     GRACE_S,
@@ -110,6 +111,7 @@ class Service(RuleBasedStateMachine):
         limits: dict[str, Any] = {"capacity": 40 * SLOT, "percentage": 0.7} if evicting else {}
         self.h = Harness(
             self.store_kind,
+            store=self.store(),
             groups=[group(**limits)],
             timeout_max_s=60,
             turns=turns,
@@ -126,6 +128,10 @@ class Service(RuleBasedStateMachine):
         self.run(self.h.open())
         for name in SPECS:
             self.register(name)
+
+    def store(self) -> KVStore | None:
+        """An empty store in place of ``store_kind``."""
+        return None
 
     def run(self, work: Awaitable[T]) -> T:
         """Run one call to its end."""
@@ -773,7 +779,8 @@ class RocksService(Service):
     store_kind = "rocksdb"
 
 
-def _settings(examples: int) -> settings:
+def model_settings(examples: int) -> settings:
+    """As many examples as asked for by the environment, or these."""
     return settings(
         max_examples=EXAMPLES or examples,
         stateful_step_count=STEPS,
@@ -783,8 +790,8 @@ def _settings(examples: int) -> settings:
 
 
 def test_service_against_the_model_in_memory() -> None:
-    run_state_machine_as_test(Service, settings=_settings(20))
+    run_state_machine_as_test(Service, settings=model_settings(20))
 
 
 def test_service_against_the_model_on_rocksdb() -> None:
-    run_state_machine_as_test(RocksService, settings=_settings(4))
+    run_state_machine_as_test(RocksService, settings=model_settings(4))

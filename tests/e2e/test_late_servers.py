@@ -157,7 +157,7 @@ def test_an_index_that_comes_and_refuses_ends_the_wait(site: Site, server: Valke
 
 
 @pytest.mark.parametrize(
-    "seconds", [6, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+    "seconds", [4, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
 )
 @pytest.mark.parametrize("how", ["killed", "paused"])
 def test_r52_an_outage_of_the_index_is_survived_not_ready_and_live(
