@@ -295,7 +295,7 @@ class Harness:
         await self._end(graceful=False)
         self.store.restart()
         self.store.plan = no_faults
-        if isinstance(self.inner, RocksStore):
+        if isinstance(self.inner, RocksStore | ValkeyStore):
             await self.inner.close()
             await self.inner.open()
         await self._start()
