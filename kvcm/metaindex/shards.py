@@ -48,11 +48,12 @@ def by_shard(
     """
     numbers = shards_of(keys, shard_count)
     order = np.argsort(numbers, kind="stable")
-    in_order = numbers[order].tolist()
-    cuts = [i for i in range(1, len(in_order)) if in_order[i] != in_order[i - 1]]
-    starts = [0, *cuts] if in_order else []
+    in_order = numbers[order]
+    cuts = (np.flatnonzero(np.diff(in_order)) + 1).tolist()
+    starts = [0, *cuts] if len(in_order) else []
     ends = [*cuts, len(in_order)]
-    return order, [(in_order[a], a, b) for a, b in zip(starts, ends, strict=False)]
+    held = in_order[starts].tolist()
+    return order, list(zip(held, starts, ends, strict=False))
 
 
 class ClaimNumbers:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import hiredis
 import pytest
 
 from kvcm.core.errors import CorruptRecord, InvalidArgument
@@ -13,6 +17,7 @@ from kvcm.metaindex.stores.valkey_scripts import (
     shard_tag,
     space_of,
 )
+from kvcm.metaindex.stores.valkey_wire import pack
 
 ROWS, EXTENTS, STATES = Table.ROWS, Table.EXTENTS, Table.STATES
 
@@ -65,3 +70,17 @@ def test_fences_sort_as_text() -> None:
     for text in (b"", b"1.2", texts[0][:-1] + b"x"):
         with pytest.raises(CorruptRecord):
             decode_fence(text)
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 63, 64, 65, 66, 501, 502])
+@pytest.mark.parametrize("sizes", [(8,), (8, 14), (0, 0), (14, 8, 8), (8, 300)])
+def test_a_long_command_is_packed_as_any_other(count: int, sizes: tuple[int, ...]) -> None:
+    reference: Any = hiredis.pack_command
+    chance = random.Random(count)
+    for head in (0, 1, 2, 13):
+        words = [chance.randbytes(chance.randrange(40)) for _ in range(min(head, count))]
+        words += [chance.randbytes(sizes[i % len(sizes)]) for i in range(count - len(words))]
+        for odd_one in (None, count - 1, count // 2):
+            if odd_one is not None:
+                words[odd_one] = b"\r\n$1\r\n"
+            assert pack(tuple(words)) == reference(tuple(words))

@@ -20,8 +20,9 @@ from kvcm.core.errors import KvcmError, Unavailable
 from kvcm.metaindex.stores.common import below
 
 Command = tuple[bytes, ...]
-pack: Callable[[Command], bytes] = cast(Any, hiredis.pack_command)
-"""A command as the server reads it."""
+_pack: Callable[[Command], bytes] = cast(Any, hiredis.pack_command)
+_PACK_JOINED_MIN = 64
+_PACK_HEAD = 16
 _NOT_VALKEY = "not the protocol of Valkey"
 _NOT_TLS = "TLS cannot be agreed on"
 _FINAL = re.compile(
@@ -37,6 +38,26 @@ _CONNECT_TRIES = 2
 def is_final(failure: str) -> bool:
     """Whether a server that failed like this will fail for ever, as it and the URL stand."""
     return _FINAL.search(failure) is not None
+
+
+def pack(command: Command) -> bytes:
+    """A command as the server reads it.
+
+    hiredis takes a step per argument, and longer ones in long commands. Those of the thousands are
+    keys, or keys and values, of one size each: joined without a step per argument.
+    """
+    count = len(command)
+    if count < _PACK_JOINED_MIN:
+        return _pack(command)
+    cut = _PACK_HEAD + count % 2
+    odd, even = command[cut::2], command[cut + 1 :: 2]
+    sizes = (set(map(len, odd)), set(map(len, even)))
+    if len(sizes[0]) > 1 or len(sizes[1]) > 1:
+        return _pack(command)
+    first, second = (b"\r\n$%d\r\n" % size.pop() for size in sizes)
+    pairs = first.join([a + second + b for a, b in zip(odd, even, strict=True)])
+    _, _, head = _pack(command[:cut]).partition(b"\r\n")
+    return b"".join((b"*%d\r\n" % count, head, first[2:], pairs, b"\r\n"))
 
 
 @dataclass(frozen=True, slots=True)
