@@ -108,10 +108,19 @@ def store_command(
         str, typer.Option(help="As in the settings; default: a Valkey of its own.")
     ] = "",
     keys: Annotated[int, typer.Option(help="Keys in the index.")] = 200_000,
-    extent: Annotated[int, typer.Option(help="Blocks per StartWrite of what is there.")] = 64,
+    extents: Annotated[
+        str, typer.Option(help="Blocks per StartWrite of what is there, comma-separated.")
+    ] = "64",
+    save: Annotated[bool, typer.Option(help="Write a result file and renew the tables.")] = False,
 ) -> None:
     """What an index store costs: cold lookups, start, finish, memory, claims; in process."""
-    store.measure(index_url, keys, extent, typer.echo)
+    options = store.Options(index_url, keys, _numbers(extents))
+    rows = store.measure(options, typer.echo)
+    if save:
+        command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+        path = results.write("store", rows, command, options, results.RESULTS)
+        results.update_readme()
+        typer.echo(f"wrote {path}")
 
 
 @app.command()
