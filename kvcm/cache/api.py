@@ -7,6 +7,7 @@ StartWriteCache, each with tag and length); for JSON the comma-joined objects wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -47,11 +48,17 @@ class LookupRequest(KeysRequest):
 
 @dataclass(slots=True)
 class LookupAnswer:
-    """``hits`` counts matched keys that were returned, ``asked`` all keys of the request."""
+    """``pieces`` joined are the answer's body. ``hits`` counts matched keys that were returned,
+    ``asked`` all keys of the request."""
 
-    body: bytes
+    pieces: Sequence[bytes]
     hits: int
     asked: int
+
+    @property
+    def body(self) -> bytes:
+        """The body in one piece; the transports join it with what stands around it instead."""
+        return b"".join(self.pieces)
 
 
 @dataclass(slots=True)

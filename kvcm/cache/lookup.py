@@ -94,8 +94,7 @@ class Lookup:
         if masked and not (walk.views and rest is batch):
             keys = batch.array()[: len(masked)] if rest is batch else masked
             await self._touch_masked(index, keys)
-        body = answers.close_body(walk.pieces, selector.json)
-        return LookupAnswer(body, walk.hits, asked)
+        return LookupAnswer(answers.closed(walk.pieces, selector.json), walk.hits, asked)
 
     def _touch(self, index: InstanceIndex, views: Sequence[View]) -> None:
         entries = [v.entry for v in views if v.entry is not None]
@@ -163,7 +162,7 @@ class Lookup:
                 f"the answer of {size} bytes exceeds the reply limit of "
                 f"{self._context.settings.reply_bytes_max} bytes; ask for fewer block_keys"
             )
-        return LookupAnswer(answers.close_body(pieces, selector.json), hits, count)
+        return LookupAnswer(answers.closed(pieces, selector.json), hits, count)
 
     def _shows(self, index: InstanceIndex, selector: Selector) -> Usable:
         available = index.shared.storages.available
@@ -211,7 +210,7 @@ class Lookup:
                 f"the answer of {size} bytes exceeds the reply limit of "
                 f"{self._context.settings.reply_bytes_max} bytes; ask for fewer block_keys"
             )
-        return MetaAnswer(answers.close_body(pieces, as_json), metas)
+        return MetaAnswer(b"".join(answers.closed(pieces, as_json)), metas)
 
 
 def _entry_of(

@@ -86,30 +86,14 @@ class PrefixWalk:
 
     def run(self) -> bool:
         """Walk on; True when the lookup is complete, False when ``fill`` must read first."""
-        data, form, selector = self.batch.data, self.batch.form, self.selector
         rows = self.index.rows
-        end = len(data)
-        packed = form is KeyForm.PACKED
+        end = len(self.batch.data)
         previous = self.views[-1] if self.views else None
         while self.at < end:
-            view = previous.following if previous is not None else None
-            if view is not None:
-                keys = view.key_bytes(form)[0] if packed else view.extent.keys
-                if (
-                    view.alive
-                    and data.startswith(keys, self.at)
-                    and view.extent.storage == self.storage
-                ):
-                    shown = view.shown(selector)
-                    if shown is not None and shown.whole and len(shown.data) <= self.room:
-                        self.pieces.append(shown.data)
-                        self.room -= len(shown.data)
-                        self.hits += len(shown.offsets) - 1
-                        self.at += len(keys)
-                        self.views.append(view)
-                        view.hot = True
-                        previous = view
-                        continue
+            if previous is not None:
+                previous = self._follow(previous)
+                if self.at >= end:
+                    break
             key = self.batch.key_at(self.at)
             refs: Sequence[Ref] | None = rows.get(key)
             is_guess = refs is None and key not in self._values
@@ -122,6 +106,30 @@ class PrefixWalk:
                 previous.following = found
             previous = found
         return True
+
+    def _follow(self, previous: View) -> View:
+        """Walk on from hint to hint as far as the request goes on with whole extents; returns the
+        last one. Hot: a lookup spends most of its own time here."""
+        data, selector, storage = self.batch.data, self.selector, self.storage
+        packed = self.batch.form is KeyForm.PACKED
+        at, room, hits = self.at, self.room, self.hits
+        pieces, views = self.pieces, self.views
+        while (view := previous.following) is not None and view.alive:
+            keys = view.packed if packed else view.extent.keys
+            if keys is None or not data.startswith(keys, at) or view.extent.storage != storage:
+                break
+            shown = view.answers if view.selector is selector else view.shown(selector)
+            if shown is None or not shown.whole or len(shown.data) > room:
+                break
+            pieces.append(shown.data)
+            room -= len(shown.data)
+            hits += shown.count
+            at += len(keys)
+            views.append(view)
+            view.hot = True
+            previous = view
+        self.at, self.room, self.hits = at, room, hits
+        return previous
 
     def _take(self, refs: Sequence[Ref]) -> View | None:
         """Answer from the first usable reference; None ends the walk."""

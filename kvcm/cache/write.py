@@ -212,7 +212,7 @@ class Writes:
             if pieces:
                 await asyncio.sleep(0)
             pieces.append(b"".join(step))
-        return answers.close_body(pieces, as_json)
+        return b"".join(answers.closed(pieces, as_json))
 
     def _aborted(self, index: InstanceIndex, state: State) -> State | None:
         if state.phase is not Phase.OPEN:

@@ -54,16 +54,17 @@ class Selector:
 class Answers:
     """Encoded locations of an extent: entry i is ``data[offsets[i]:offsets[i + 1]]``.
 
-    ``ok`` are the positions that serve and carry every spec asked for; ``whole``: all of them.
+    ``ok`` are the positions that serve and carry every spec asked for; ``whole``: all ``count``.
     """
 
-    __slots__ = ("data", "offsets", "ok", "whole")
+    __slots__ = ("count", "data", "offsets", "ok", "whole")
 
     def __init__(self, data: bytes, offsets: array[int], ok: int) -> None:
         self.data = data
         self.offsets = offsets
         self.ok = ok
-        self.whole = ok == bits.ones(len(offsets) - 1)
+        self.count = len(offsets) - 1
+        self.whole = ok == bits.ones(self.count)
 
 
 def owner_of(cluster_uid: str, instance_uid: str, extent: Extent) -> ExtentName:
@@ -241,9 +242,9 @@ def placeholder(spec_names: Sequence[str], asked: int, as_json: bool) -> bytes:
     return encode(StorageType.UNSPECIFIED, len(spec_names), columns, 1, LOOKUP_TAG)[0]
 
 
-def close_body(pieces: Sequence[bytes], as_json: bool) -> bytes:
-    """Join framed entries into an answer's body, in one copy (JSON loses its last comma)."""
+def closed(pieces: Sequence[bytes], as_json: bool) -> Sequence[bytes]:
+    """Framed entries as the pieces of an answer's body (JSON loses its last comma)."""
+    if not as_json:
+        return pieces
     last = next((i for i in range(len(pieces) - 1, -1, -1) if pieces[i]), None)
-    if not as_json or last is None:
-        return b"".join(pieces)
-    return b"".join((*pieces[:last], pieces[last][:-1]))
+    return () if last is None else (*pieces[:last], pieces[last][:-1])

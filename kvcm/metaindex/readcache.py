@@ -33,16 +33,17 @@ class View:
 
     ``alive`` ends when it leaves the cache. ``gone`` is set when it left because its extent was
     about to change; one that only made room is still right for the request that holds it.
+
+    ``packed`` and ``answers`` are what ``key_bytes`` and ``shown`` keep, the latter for
+    ``selector``; None as long as nobody asked. A walk reads them without a call.
     """
 
     __slots__ = (
         "_covering",
         "_more",
-        "_packed",
         "_packed_offsets",
-        "_selector",
-        "_shown",
         "alive",
+        "answers",
         "cache",
         "entry",
         "extent",
@@ -51,8 +52,10 @@ class View:
         "hot",
         "live",
         "owner",
+        "packed",
         "row_keys",
         "rows",
+        "selector",
         "serving",
         "size",
         "storage",
@@ -85,10 +88,10 @@ class View:
         self.following: View | None = None
         self.row_keys: list[int] = []
         self.size = _VIEW_BYTES + len(extent.keys)
-        self._packed: bytes | None = None
+        self.packed: bytes | None = None
         self._packed_offsets: Sequence[int] = ()
-        self._selector: Selector | None = None
-        self._shown: Answers | None = None
+        self.selector: Selector | None = None
+        self.answers: Answers | None = None
         self._more: dict[Selector, Answers] | None = None
         self._covering: dict[int, int] = {}
 
@@ -96,12 +99,12 @@ class View:
         """The keys in a form and the n + 1 offsets of each key in it."""
         if form is KeyForm.RAW:
             return self.extent.keys, range(0, len(self.extent.keys) + 8, 8)
-        if self._packed is None:
+        if self.packed is None:
             return self._set_packed(*pack_keys(self.extent.keys))
-        return self._packed, self._packed_offsets
+        return self.packed, self._packed_offsets
 
     def _set_packed(self, packed: bytes, offsets: array[int]) -> tuple[bytes, array[int]]:
-        self._packed, self._packed_offsets = packed, offsets
+        self.packed, self._packed_offsets = packed, offsets
         self._grow(len(packed) + 4 * len(offsets))
         return packed, offsets
 
@@ -116,16 +119,16 @@ class View:
 
     def shown(self, selector: Selector) -> Answers | None:
         """Encoded answers whose ``ok`` is limited to serving blocks; None when nothing serves."""
-        if self._selector is selector:
-            return self._shown
+        if self.selector is selector:
+            return self.answers
         if not self.serving or self.storage is None:
             return None
         if self._more is not None and selector in self._more:
             return self._more[selector]
         made = answers.build(self.extent, self.serving, self.owner, self.storage, selector)
         self._grow(len(made.data) + 4 * len(made.offsets) + 200)
-        if self._selector is None:
-            self._selector, self._shown = selector, made
+        if self.selector is None:
+            self.selector, self.answers = selector, made
         else:
             self._more = {} if self._more is None else self._more
             self._more[selector] = made
@@ -157,6 +160,8 @@ class View:
         mine = keys[start:] if start else keys
         if data.startswith(mine, at):
             return count - position
+        if mine.startswith(rest := data[at : at + len(mine)]):
+            return _whole_keys(offsets, start + len(rest)) - position
         length = min(len(mine), len(data) - at)
         a = np.frombuffer(mine, dtype=np.uint8, count=length)
         b = np.frombuffer(data, dtype=np.uint8, count=length, offset=at)
@@ -173,13 +178,13 @@ class View:
             if any(view is self for view, _ in self.rows.get(key, ())):
                 del self.rows[key]
         self.row_keys = []
-        self._selector = self._shown = self._more = None
-        self._packed = None
+        self.selector = self.answers = self._more = None
+        self.packed = None
 
 
 def pack_together(views: Iterable[View]) -> None:
     """Make the packed keys of many views: NumPy costs the same for one extent and for dozens."""
-    todo = [view for view in views if view._packed is None]
+    todo = [view for view in views if view.packed is None]
     packed, offsets = pack_keys(b"".join([view.extent.keys for view in todo]))
     marks = np.frombuffer(offsets, dtype=np.uint32)
     at = 0

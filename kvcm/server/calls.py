@@ -8,7 +8,7 @@ the transport (a body that does not parse, a reply that is too large) leave it a
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,7 +47,8 @@ class Call(Generic[Req, Resp]):
     """A call under way.
 
     A handler fills ``response`` (all but header and ``locations``) and ``body``, the entries of
-    ``locations`` in ``form``. ``lost`` is called when the reply cannot be delivered.
+    ``locations`` in ``form``, in pieces so that they are copied only once. ``lost`` is called when
+    the reply cannot be delivered.
     """
 
     request: Req
@@ -55,7 +56,7 @@ class Call(Generic[Req, Resp]):
     form: WireForm
     packed: dict[str, KeyBatch] = field(default_factory=dict)
     """``block_keys`` or ``token_ids`` that were not decoded into ``request``."""
-    body: bytes = b""
+    body: Sequence[bytes] = ()
     reason: str = ""
     lost: Callable[[], None] | None = None
 
@@ -166,14 +167,14 @@ class Endpoint:
             raise
         except KvcmError as error:
             call.response = self.response_type()
-            call.body = b""
+            call.body = ()
             call.reason = error.reason
             if isinstance(error, InternalError):
                 log.error("%s failed: %s", self.name, error)
             return wire_code(error), str(error)
         except Exception:
             call.response = self.response_type()
-            call.body = b""
+            call.body = ()
             log.exception("%s failed", self.name)
             return ErrorCode.INTERNAL_ERROR, "internal error; the server's log has the details"
         return ErrorCode.OK, ""
@@ -184,14 +185,13 @@ class Endpoint:
         fill_header(response.header, trace_id, self._context.clock, code, message, call.reason)
         if call.form is WireForm.PROTO:
             encoded: bytes = response.SerializeToString()
-            return encoded + call.body if call.body else encoded
+            return b"".join((encoded, *call.body))
         rendered = jsonwire.render(response)
-        if not call.body:
+        if not any(call.body):
             return rendered
-        # Quotes within strings are escaped, so this can only be the list itself; one join copies
-        # half a megabyte once.
+        # Quotes within strings are escaped, so this can only be the list itself.
         head, _, tail = rendered.partition(_EMPTY_LIST)
-        return b"".join((head, _LIST_START, call.body, b"]", tail))
+        return b"".join((head, _LIST_START, *call.body, b"]", tail))
 
 
 def fill_header(

@@ -65,12 +65,11 @@ class MetaService:
         return instance
 
     async def GetCacheLocation(self, call: AnyCall) -> None:
-        answer = await self._cache.lookup(requests.lookup_request(call))
-        call.body = answer.body
+        call.body = (await self._cache.lookup(requests.lookup_request(call))).pieces
 
     async def GetCacheMeta(self, call: AnyCall) -> None:
         answer = await self._cache.get_meta(requests.meta_request(call))
-        call.body = answer.body
+        call.body = (answer.body,)
         call.response.metas.extend(answer.metas)
 
     async def StartWriteCache(self, call: AnyCall) -> None:
@@ -78,7 +77,7 @@ class MetaService:
         # A cancelled start frees what it granted by itself; only a lost reply is our concern.
         answer = await self._cache.start_write(request)
         call.lost = lambda: self._give_back(request.instance_id, answer.session_id)
-        call.body = answer.body
+        call.body = (answer.body,)
         call.reason = answer.reason
         call.response.write_session_id = answer.session_id
         _fill_mask(call.response.block_mask, answer.mask)

@@ -66,7 +66,7 @@ class StandInCache:
         await self._enter(request)
         keys = list(request.keys.array())
         hits = [key for key in keys if key in self.serving]
-        return LookupAnswer(_body(hits, request.form, 2), len(hits), len(keys))
+        return LookupAnswer([_body(hits, request.form, 2)], len(hits), len(keys))
 
     async def get_meta(self, request: MetaRequest) -> MetaAnswer:
         await self._enter(request)
