@@ -90,11 +90,16 @@ class Lookup:
         )
         while not walk.run():
             await walk.fill()
-        self._touch(index, walk.views)
+        self._touch_chain(index, walk.views)
         if masked and not (walk.views and rest is batch):
             keys = batch.array()[: len(masked)] if rest is batch else masked
             await self._touch_masked(index, keys)
         return LookupAnswer(answers.closed(walk.pieces, selector.json), walk.hits, asked)
+
+    def _touch_chain(self, index: InstanceIndex, views: Sequence[View]) -> None:
+        entries = [v.entry for v in views if v.entry is not None]
+        if entries:
+            index.book.touch_chain(entries, self._context.now_ms())
 
     def _touch(self, index: InstanceIndex, views: Sequence[View]) -> None:
         entries = [v.entry for v in views if v.entry is not None]

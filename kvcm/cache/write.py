@@ -133,7 +133,7 @@ class Writes:
         expires = self._context.now_ms() + self._context.settings.empty_session_timeout_s * 1000
         session = index.sessions.of_nothing(expires, clock.random_bytes(5))
         entries = plan.entries
-        index.book.touch(entries, self._context.now_ms())
+        index.book.touch_chain(entries, self._context.now_ms())
         return StartWriteAnswer(session, BlockMask(offset=len(plan.keys)), b"", 0)
 
     async def _grant(
@@ -142,9 +142,8 @@ class Writes:
         extent = self._extent(index, plan, timeout_s)
         state = State(index.new_version(), Phase.OPEN, extent.started_ms)
         entries = plan.entries
-        index.book.touch(entries, extent.started_ms)
-        for entry in entries:
-            entry.pins += 1
+        index.book.touch_chain(entries, extent.started_ms)
+        index.book.hold(entries)
         others = {
             p: plan.scan.others[i] for p, i in enumerate(plan.granted) if i in plan.scan.others
         }
@@ -159,8 +158,7 @@ class Writes:
             self._later(self._free(index, extent.extent_id))
             raise
         finally:
-            for other in entries:
-                other.pins -= 1
+            index.book.release(entries)
         return StartWriteAnswer(
             index.sessions.of_extent(extent.extent_id),
             plan.mask,

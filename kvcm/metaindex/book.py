@@ -1,103 +1,88 @@
 """The leader's table of extents: who exists, how recently used, and what builds on what.
 
-Per group, settled extents stand in the order in which eviction takes them: least recently used
-first and, within one use, the deepest first. A touch moves an extent and all its ancestors, deepest
-first, so a child always stands before its parents and eviction never cuts a chain in the middle.
+The settled ones stand in the eviction order of their group (``order.py``).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
-from kvcm.metaindex.ledger import ZERO, Delta
-from kvcm.metaindex.records import Extent, Phase, Run, State
+from kvcm.metaindex.entry import Entry, with_ancestors
+from kvcm.metaindex.ledger import ZERO
+from kvcm.metaindex.order import EvictionOrder
+from kvcm.metaindex.records import Phase, Run
 
-
-class Entry:
-    """One extent in memory. ``held`` is its share of the ledger (without trash).
-
-    ``opened`` is set while it is open: the record itself, so that a finish reads nothing.
-    ``runs`` is set between loading and linking only. ``leaving`` hides it from StartWrite while its
-    eviction is under way.
-    """
-
-    __slots__ = (
-        "deadline",
-        "extent_id",
-        "finished_ms",
-        "held",
-        "keep_until",
-        "leaving",
-        "opened",
-        "parents",
-        "phase",
-        "pinned",
-        "pins",
-        "runs",
-        "stamp_ms",
-        "stamped",
-        "state",
-        "storage",
-        "storage_type",
-        "trim",
-        "uid",
-    )
-
-    def __init__(self, uid: str, extent: Extent, state: State, held: Delta) -> None:
-        self.uid = uid
-        self.extent_id = extent.extent_id
-        self.storage = extent.storage
-        self.storage_type = extent.storage_type
-        self.trim = extent.trim
-        self.phase = state.phase
-        self.stamp_ms = state.stamp_ms
-        self.finished_ms = state.finished_ms
-        self.held = held
-        self.parents: tuple[Entry, ...] = ()
-        self.pinned: tuple[Entry, ...] = ()
-        self.pins = 0
-        self.leaving = False
-        self.stamped = False
-        self.deadline = 0.0
-        self.keep_until = 0.0
-        self.opened: Extent | None = None
-        self.state: State | None = None
-        self.runs: tuple[Run, ...] | None = None
+__all__ = ["Book", "Entry"]
 
 
 class Book:
     """Entries of one instance by extent id; ``order`` is the group's, shared by its instances.
 
     ``over`` are the retired and aborted ones, kept for repeated finishes; ``dirty`` those whose
-    stamp is not stored yet.
+    stamp is not stored yet; ``unlinked`` those that were read from the store and whose parents, by
+    their ``runs``, are still to be found. What is unlinked is not evicted.
     """
 
-    def __init__(self, order: OrderedDict[Entry, None]) -> None:
+    def __init__(self, order: EvictionOrder) -> None:
         self.entries: dict[bytes, Entry] = {}
         self.order = order
         self.dirty: dict[Entry, None] = {}
         self.over: dict[bytes, Entry] = {}
         self.open_count = 0
+        self.unlinked: dict[Entry, Sequence[Run]] = {}
         self._deadlines: list[tuple[float, bytes]] = []
 
-    def add(self, entry: Entry) -> None:
-        """Add or replace an entry; a settled one becomes the most recently used."""
+    def add(
+        self, entry: Entry, parents: Iterable[Entry] = (), *, runs: Sequence[Run] | None = None
+    ) -> None:
+        """Add or replace an entry that builds on ``parents``; with ``runs`` it is linked later."""
         self.forget(entry.extent_id)
         self.entries[entry.extent_id] = entry
-        if entry.phase is Phase.SETTLED:
-            self.order[entry] = None
-        elif entry.phase is Phase.OPEN:
-            self.open_count += 1
-        else:
+        if entry.phase not in (Phase.OPEN, Phase.SETTLED):
             self.over[entry.extent_id] = entry
+            return
+        if entry.phase is Phase.OPEN:
+            self.open_count += 1
+        self.order.link(entry, parents)
+        if runs is not None:
+            self.unlinked[entry] = runs
+        elif entry.phase is Phase.SETTLED:
+            self.order.add(entry)
 
-    def settle(self, entry: Entry) -> None:
-        """An open entry now serves: it joins the order before its ancestors."""
+    def settle(self, entry: Entry, stamp_ms: int) -> None:
+        """An open entry now serves, from ``stamp_ms`` on: that renews what it builds on."""
         self.open_count -= 1
-        self.order[entry] = None
-        self.touch((entry,), entry.stamp_ms)
+        for used in with_ancestors((entry,)):
+            self._stamp(used, stamp_ms)
+        if entry not in self.unlinked:
+            self.order.add(entry)
+
+    def link_up(self, entry: Entry) -> None:
+        """Find the parents of an unlinked entry. A parent is at least as young as its child."""
+        runs = self.unlinked.get(entry)
+        if runs is None:
+            return
+        names = dict.fromkeys(run.parent for run in runs if run.parent is not None)
+        parents = [p for p in map(self.entries.get, names) if p is not None]
+        self.order.link(entry, parents)
+        if len(parents) < len(names):
+            entry.orphan = True
+        self._renew(entry)
+
+    def admit(self, entry: Entry) -> None:
+        """All that were read are linked: this one may be evicted from now on."""
+        if self.unlinked.pop(entry, None) is not None and entry.phase is Phase.SETTLED:
+            self.order.add(entry)
+
+    def _renew(self, entry: Entry) -> None:
+        stack = [entry]
+        while stack:
+            entry = stack.pop()
+            for parent in entry.parents:
+                if parent.stamp_ms < entry.stamp_ms:
+                    parent.stamp_ms = entry.stamp_ms
+                    stack.append(parent)
 
     def leave(self, entry: Entry, was: Phase) -> None:
         """Take an entry that is now retired or aborted out of the order; it stays known."""
@@ -107,12 +92,10 @@ class Book:
     def _clear(self, entry: Entry, was: Phase) -> None:
         if was is Phase.OPEN:
             self.open_count -= 1
-        self.order.pop(entry, None)
+        self.order.leave(entry)
+        self.unlinked.pop(entry, None)
         self.dirty.pop(entry, None)
-        for parent in entry.pinned:
-            parent.pins -= 1
-        entry.pinned = ()
-        entry.parents = ()
+        self.unpin(entry)
         entry.opened = None
         entry.state = None
         entry.held = ZERO
@@ -141,70 +124,45 @@ class Book:
         return out
 
     def touch(self, entries: Iterable[Entry], stamp_ms: int) -> None:
-        """Stamp entries (given from root to deepest) and all their ancestors as just used."""
-        order = self.order
-        chain = list(entries)
-        for entry in reversed(chain):
-            if entry in order:
-                order.move_to_end(entry)
-            self._stamp(entry, stamp_ms)
-        for entry in with_ancestors(chain):
-            if entry in order:
-                order.move_to_end(entry)
+        """Stamp entries and all their ancestors as just used."""
+        for entry in with_ancestors(entries):
             self._stamp(entry, stamp_ms)
 
+    def touch_chain(self, entries: Sequence[Entry], stamp_ms: int) -> None:
+        """Stamp entries that follow each other in a request, and all their ancestors.
+
+        An orphan among them has been reached from the one before it: it builds on that.
+        """
+        for i in range(1, len(entries)):
+            if entries[i].orphan:
+                self.order.join(entries[i], entries[i - 1])
+        self.touch(entries, stamp_ms)
+
     def _stamp(self, entry: Entry, stamp_ms: int) -> None:
-        entry.stamp_ms = stamp_ms
+        if stamp_ms > entry.stamp_ms:
+            entry.stamp_ms = stamp_ms
         if not entry.stamped:
             entry.stamped = True
             self.dirty[entry] = None
 
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Keep entries, and so what they build on, from eviction until ``release``."""
+        for entry in entries:
+            entry.pins += 1
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        """The end of a ``hold``."""
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins:
+                self.order.release(entry)
+
     def pin(self, entry: Entry, among: Iterable[Entry]) -> None:
-        """Keep ``among`` and their ancestors from eviction until ``entry``'s session ends."""
-        base = list(among)
-        held = tuple(dict.fromkeys([*base, *with_ancestors(base)]))
-        for other in held:
-            other.pins += 1
-        entry.pinned = held
+        """Hold ``among`` until ``entry``'s session ends."""
+        entry.pinned = tuple(among)
+        self.hold(entry.pinned)
 
     def unpin(self, entry: Entry) -> None:
         """End of a session: what it pinned may go again."""
-        for other in entry.pinned:
-            other.pins -= 1
-        entry.pinned = ()
-
-
-def with_ancestors(entries: list[Entry]) -> Iterator[Entry]:
-    """Ancestors of ``entries`` that are not among them, children before parents.
-
-    A parent is yielded after every one of its children in the set, so that a caller who moves each
-    to the end of the order keeps parents behind their children.
-    """
-    inside = set(entries)
-    todo = [p for e in entries for p in e.parents if p not in inside]
-    if not todo:
-        return
-    waiting: dict[Entry, int] = {}
-    stack = list(dict.fromkeys(todo))
-    found = set(stack)
-    while stack:
-        entry = stack.pop()
-        for parent in entry.parents:
-            if parent in inside:
-                continue
-            waiting[parent] = waiting.get(parent, 0) + 1
-            if parent not in found:
-                found.add(parent)
-                stack.append(parent)
-    ready = [e for e in found if not waiting.get(e)]
-    while ready:
-        entry = ready.pop()
-        found.discard(entry)
-        yield entry
-        for parent in entry.parents:
-            if parent in waiting:
-                waiting[parent] -= 1
-                if not waiting[parent]:
-                    ready.append(parent)
-    # A cycle of extents (a gap refilled on both sides) has no order; its members go together.
-    yield from found
+        pinned, entry.pinned = entry.pinned, ()
+        self.release(pinned)

@@ -220,10 +220,9 @@ class InstanceIndex(InstanceLoader):
             raise InternalError(f"extent id {extent.extent_id.hex()} was used before")
         entry = Entry(self.uid, extent, state, delta)
         entry.opened, entry.state = extent, state
-        entry.parents = tuple(dict.fromkeys(parents))
         deadline = self.clock.monotonic() + extent.timeout_s
         entry.keep_until = deadline
-        self.book.add(entry)
+        self.book.add(entry, parents)
         self.book.expect(entry, deadline)
         self._unlink(extent)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 from dataclasses import replace
 
 from kvcm.core.errors import CorruptRecord
@@ -16,6 +17,7 @@ from kvcm.metaindex.records import Extent, Phase, Trash
 from kvcm.metaindex.store import Table
 
 _SCAN_PAGE = 128
+_LINKS_PER_STEP = 256
 
 
 class InstanceLoader(InstanceReader):
@@ -37,7 +39,7 @@ class InstanceLoader(InstanceReader):
             await self.shards.ensure(range(HOME_SHARDS))
             for number in range(HOME_SHARDS):
                 await self._load_shard(number)
-            self._link()
+            await self._link()
             self.loaded = True
 
     async def _load_shard(self, number: int) -> None:
@@ -65,7 +67,7 @@ class InstanceLoader(InstanceReader):
                 self.shared.cache.invalidate(extent_id)
         await self._load_trash(number)
         if self.loaded:
-            self._link()
+            await self._link()
 
     async def _load_trash(self, number: int) -> None:
         found: dict[bytes, Trash] = {}
@@ -110,29 +112,20 @@ class InstanceLoader(InstanceReader):
             return True
         entry = Entry(self.uid, extent, state, held_by(extent, state))
         entry.stamp_ms = max(stamp_ms, state.stamp_ms)
-        entry.runs = extent.runs
         deadline = self.clock.monotonic() + extent.timeout_s
         entry.keep_until = deadline
-        self.book.add(entry)
+        self.book.add(entry, runs=extent.runs)
         if state.phase is Phase.OPEN:
             self.book.expect(entry, deadline)
         elif state.phase is not Phase.SETTLED:
             self.ended.append(entry)
         return True
 
-    def _link(self) -> None:
-        """Resolve parents, raise a parent's stamp to its youngest child's, rebuild the order."""
-        entries = self.book.entries
-        depth: dict[Entry, int] = {}
-        for entry in entries.values():
-            if entry.runs is not None:
-                depth[entry] = max((r.depth for r in entry.runs), default=0)
-                found = [entries[r.parent] for r in entry.runs if r.parent in entries]
-                entry.parents = tuple(dict.fromkeys(p for p in found if p is not entry))
-                entry.runs = None
-        for entry in sorted(entries.values(), key=lambda e: -depth.get(e, 0)):
-            for parent in entry.parents:
-                parent.stamp_ms = max(parent.stamp_ms, entry.stamp_ms)
-        order = self.book.order
-        for entry in sorted(order, key=lambda e: (e.stamp_ms, -depth.get(e, 0))):
-            order.move_to_end(entry)
+    async def _link(self) -> None:
+        """Find what each extent that was read builds on; only then may the first be evicted."""
+        read = list(self.book.unlinked)
+        for step in (self.book.link_up, self.book.admit):
+            for number, entry in enumerate(read):
+                step(entry)
+                if number % _LINKS_PER_STEP == 0:
+                    await asyncio.sleep(0)

@@ -141,7 +141,7 @@ class InstanceReader(abc.ABC):
         elif was is Phase.OPEN:
             entry.opened = entry.state = None
             self.book.unpin(entry)
-            self.book.settle(entry)
+            self.book.settle(entry, state.stamp_ms)
 
     async def rows_of(self, keys: Sequence[int], *, partial: bool = False) -> list[RowRefs]:
         """The references of each key's row, in order, as ``row_values`` and ``refs_of`` give."""

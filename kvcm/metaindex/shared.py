@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvcm.core.clock import Clock
 from kvcm.core.types import StorageType
-from kvcm.metaindex.book import Entry
 from kvcm.metaindex.ids import make_extent_id
 from kvcm.metaindex.ledger import Ledger
+from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.ports import StorageSet
 from kvcm.metaindex.readcache import ReadCache
 from kvcm.metaindex.records import Quarantine, Trash
@@ -47,12 +46,12 @@ class Shared:
         self.quarantine = Quarantine()
         self.storage_types: dict[str, StorageType] = {}
         self.on_trash: Callable[[InstanceIndex, Trash], None] = lambda _index, _trash: None
-        self._orders: dict[str, OrderedDict[Entry, None]] = {}
+        self._orders: dict[str, EvictionOrder] = {}
         self._extents_made = 0
 
-    def order_of(self, group: str) -> OrderedDict[Entry, None]:
+    def order_of(self, group: str) -> EvictionOrder:
         """The eviction order of a group."""
-        return self._orders.setdefault(group, OrderedDict())
+        return self._orders.setdefault(group, EvictionOrder())
 
     def type_of(self, storage: str) -> StorageType:
         """Type of a storage by name; UNSPECIFIED when it was never known."""

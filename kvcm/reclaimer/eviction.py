@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvcm.core.errors import KvcmError
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.records import Phase
 from kvcm.reclaimer.base import PER_ROUND, Away, Report, Surroundings, retire_with
 from kvcm.reclaimer.watermark import Excess, excesses
+
+_AT_ONCE = 32
 
 
 class EvictionLoop:
@@ -36,42 +36,36 @@ class EvictionLoop:
     async def _evict(self, group: str, excess: Excess, report: Report) -> None:
         left = excess.amount
         away = Away()
+        failed: set[Entry] = set()
         by_uid = self._around.index.by_uid
-        for entry in list(self._victims(group, excess)):
-            if left <= 0 or report.done >= PER_ROUND:
+        order = self._around.index.shared.order_of(group)
+        while left > 0 and report.done < PER_ROUND:
+            victims = order.coldest(
+                _AT_ONCE, uid=excess.uid, storage_type=excess.storage_type, skip=failed
+            )
+            if not victims and not order.behind:
                 return
-            index = by_uid.get(entry.uid)
-            if index is None or entry.pins or entry.phase is not Phase.SETTLED:
-                continue
-            if entry in away:
-                continue
-            held = entry.held
-            entry.leaving = True
-            try:
-                change = await index.change(entry.extent_id, retire_with(index))
-            except KvcmError as error:
-                away.failed("evicting", entry, error)
-                report.failed += 1
-                continue
-            finally:
-                entry.leaving = False
-            if change is None:
-                # Its record is lost or unreadable: it can free nothing, so it must not count.
-                index.book.forget(entry.extent_id)
-                continue
-            left -= held.blocks if excess.in_blocks else held.counted
-            report.done += 1
-
-    def _victims(self, group: str, excess: Excess) -> Iterable[Entry]:
-        count = 0
-        for entry in self._around.index.shared.order_of(group):
-            if excess.storage_type is not None and entry.storage_type != excess.storage_type:
-                continue
-            if excess.uid is not None and entry.uid != excess.uid:
-                continue
-            if entry.pins:
-                continue
-            yield entry
-            count += 1
-            if count >= PER_ROUND:
-                return
+            for entry in victims:
+                if left <= 0 or report.done >= PER_ROUND:
+                    return
+                index = by_uid.get(entry.uid)
+                if index is None or entry in away or entry.phase is not Phase.SETTLED:
+                    failed.add(entry)
+                    continue
+                held = entry.held
+                entry.leaving = True
+                try:
+                    change = await index.change(entry.extent_id, retire_with(index))
+                except KvcmError as error:
+                    away.failed("evicting", entry, error)
+                    failed.add(entry)
+                    report.failed += 1
+                    continue
+                finally:
+                    entry.leaving = False
+                if change is None:
+                    # Its record is lost or unreadable: it can free nothing, so it must not count.
+                    index.book.forget(entry.extent_id)
+                    continue
+                left -= held.blocks if excess.in_blocks else held.counted
+                report.done += 1

@@ -7,6 +7,7 @@ from kvcm.reclaimer.eviction import EvictionLoop
 from kvcm.reclaimer.expiry import ExpiryLoop
 from kvcm.reclaimer.forget import ForgetLoop
 from kvcm.reclaimer.loading import LoadLoop
+from kvcm.reclaimer.ordering import OrderLoop
 from kvcm.reclaimer.stamps import StampLoop
 from kvcm.reclaimer.trash import TrashLoop
 from kvcm.reclaimer.trim import TrimLoop
@@ -18,6 +19,7 @@ def build_loops(around: Surroundings) -> list[Loop]:
         LoadLoop(around),
         ExpiryLoop(around),
         TrimLoop(around),
+        OrderLoop(around),
         EvictionLoop(around),
         TrashLoop(around),
         ForgetLoop(around),

@@ -576,7 +576,7 @@ class Harness:
                 phases = {e: s.phase for e, (_, s) in stored.extents.items()}
                 assert known == phases, f"{uid}: book"
                 settled = {e for e in index.book.entries.values() if e.phase is Phase.SETTLED}
-                mine = {e for e in index.book.order if e.uid == uid}
+                mine = {e for e in index.book.entries.values() if e in index.book.order}
                 assert mine == settled, f"{uid}: eviction order"
         assert clean(ledger.storages) == totals
 

@@ -44,7 +44,7 @@ async def test_what_was_looked_up_before_loading_is_stamped_by_later_reads(
     h.clock.advance(5)
     await h.lookup([1])
     index = h.index()
-    order = [e.extent_id for e in index.book.order]
+    order = [e.extent_id for e in index.book.order.coldest(10)]
     expected = [index.sessions.read(g.session).extent_id for g in (second, first)]
     assert order == expected
 
@@ -119,7 +119,7 @@ async def test_a_block_evicted_while_a_start_looks_is_granted(
 
     async def run(self: Scan, *args: Any) -> None:
         await real(self, *args)
-        for entry in list(index.book.order):
+        for entry in list(index.book.entries.values()):
             await index.change(entry.extent_id, retire_with(index))
 
     monkeypatch.setattr(Scan, "run", run)

@@ -159,7 +159,7 @@ async def test_eviction_passes_over_what_cannot_be_reached(tmp_path: Path) -> No
         await harness.register()
         for key in KEYS[:18]:
             await harness.put([key])
-        first = next(iter(harness.index().shared.order_of("default")))
+        first = harness.index().shared.order_of("default").coldest(1)[0]
         store.away = {home_shard(first.extent_id)}
         harness.index().shards._fences.pop(home_shard(first.extent_id))
         for key in range(100, 110):

@@ -89,7 +89,7 @@ async def test_no_surviving_block_becomes_unreachable_by_eviction(tmp_path: Path
     chains: list[list[int]] = []
     for i in range(60):
         head = [1000 + i % 3, 1010 + i % 6]
-        chain = head + [i * 100 + n for n in range(1 + i % 5)]
+        chain = head + [5000 + i * 100 + n for n in range(1 + i % 5)]
         chains.append(chain)
         h.clock.advance(1)
         await h.put(chain)
