@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from kvcm.cli import admin_cache, admin_groups, admin_instances, admin_manager, admin_storages
+from kvcm.cli import (
+    admin_cache,
+    admin_groups,
+    admin_instances,
+    admin_manager,
+    admin_repair,
+    admin_storages,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -12,6 +19,13 @@ def register(app: typer.Typer) -> None:
     admin = typer.Typer(
         no_args_is_help=True, help="Look at a manager and change what it is configured with."
     )
-    for part in (admin_storages, admin_groups, admin_instances, admin_cache, admin_manager):
+    for part in (
+        admin_storages,
+        admin_groups,
+        admin_instances,
+        admin_cache,
+        admin_manager,
+        admin_repair,
+    ):
         part.register(admin)
     app.add_typer(admin, name="admin")

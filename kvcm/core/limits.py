@@ -70,3 +70,5 @@ COPY_SHARDS_AT_ONCE = 8
 """Shards that are copied at the same time."""
 TRACE_LINE_BYTES_MAX = 16 * 1024 * 1024
 """One row of a request trace, decompressed."""
+SCRUB_PER_SECOND_MAX = 100_000
+"""Records and files that the background repair looks at."""

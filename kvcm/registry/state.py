@@ -61,6 +61,7 @@ class RegistryState:
             groups=_frozen(self.groups),
             instances=_frozen(self.instances),
             closing=tuple(self.closing.values()),
+            next_instance_number=self.next_instance_number,
         )
 
 

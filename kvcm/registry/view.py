@@ -23,3 +23,5 @@ class RegistryView:
     """By instance id, without closing ones."""
     closing: tuple[Instance, ...]
     """Removed instances whose space is still being freed; several may share an instance id."""
+    next_instance_number: int = 0
+    """Instance uids with this number or a higher one were not given out yet."""

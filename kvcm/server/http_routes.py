@@ -12,7 +12,8 @@ from starlette.exceptions import HTTPException
 
 import kvcm
 from kvcm.cache.api import Usage, UsageReport
-from kvcm.server import openapi, prometheus
+from kvcm.reclaimer.repair import Repair
+from kvcm.server import openapi, prometheus, repair_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Sources:
     error_body: Callable[[str], bytes]
     usage: Callable[[], UsageReport] | None = None
     metrics: Callable[[], bytes] | None = None
+    repair: Repair | None = None
 
 
 def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
@@ -49,6 +51,9 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
         @app.get("/metrics", summary="Prometheus metrics", response_class=Response)
         async def get_metrics() -> Response:
             return Response(metrics(), media_type=prometheus.CONTENT_TYPE)
+
+    if sources.repair is not None:
+        repair_routes.add(app, sources.repair)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

@@ -30,6 +30,7 @@ from kvcm.server.grpc_edge import GrpcListener, Services
 from kvcm.server.http_edge import HttpApi, HttpListener
 from kvcm.server.leadership import Leadership
 from kvcm.server.meta_service import MetaService
+from kvcm.server.repair_metrics import RepairMetrics
 from kvcm.server.settings import Settings
 from kvcm.server.store_watch import StoreWatch
 from kvcm.server.supervisor import Supervisor
@@ -207,7 +208,8 @@ class Manager:
         admin_calls = endpoints_of(
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
         )
-        metrics = prometheus.exposition(stats, cache.usage)
+        repair = [RepairMetrics(cache.repair)] if cache.repair is not None else []
+        metrics = prometheus.exposition(stats, cache.usage, *repair)
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
         http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
         admin_http = self._bind_http(
@@ -217,6 +219,7 @@ class Manager:
             self.settings.admin_http_port,
             usage=cache.usage,
             metrics=metrics,
+            repair=cache.repair,
         )
         self.ports = Ports(rpc, http, admin_rpc, admin_http)
         # Also what the gRPC health service says from the first call on.

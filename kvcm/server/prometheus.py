@@ -68,8 +68,11 @@ def _bytes(name: str, label: str, usages: dict[str, Usage]) -> Metric:
     return family
 
 
-def exposition(stats: CallStats, usage: Callable[[], UsageReport]) -> Callable[[], bytes]:
+def exposition(
+    stats: CallStats, usage: Callable[[], UsageReport], *more: Collector
+) -> Callable[[], bytes]:
     """A function that gives the current text of ``/metrics``."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Manager(stats, usage))
+    for collector in (_Manager(stats, usage), *more):
+        registry.register(collector)
     return lambda: generate_latest(registry)

@@ -67,6 +67,13 @@ class CacheOptions(_Section):
         return value
 
 
+class RepairOptions(_Section):
+    """The background repair."""
+
+    scrub_per_second: int = Field(default=500, ge=0, le=limits.SCRUB_PER_SECOND_MAX)
+    """Records and files that the scrubber looks at; 0 turns it off."""
+
+
 class RocksDbOptions(_Section):
     """The embedded index store."""
 
@@ -118,6 +125,7 @@ class Settings(_Section):
     probe_period_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """How often storages are probed and failed ones opened again."""
     cache: CacheOptions = CacheOptions()
+    repair: RepairOptions = RepairOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
 
     @model_validator(mode="before")

@@ -16,6 +16,8 @@ from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.reclaimer.base import Surroundings
 from kvcm.reclaimer.loops import build_loops
+from kvcm.reclaimer.repair import Repair, ScrubLoop
+from kvcm.reclaimer.repair_scope import RepairPorts
 from kvcm.registry.database import with_password
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
@@ -28,6 +30,7 @@ class ManagedCache(CacheService, Protocol):
     """The use cases with their life cycle and background loops."""
 
     loops: list[Loop]
+    repair: Repair | None
 
     async def open(self) -> None: ...
 
@@ -109,14 +112,31 @@ def build_backends(settings: Settings, clock: Clock) -> BackendSet:
 
 
 class Manager(CacheManager):
-    """The use cases of a leader with their background loops."""
+    """The use cases of a leader with their background loops and repair.
+
+    ``scrub_per_second`` is the pace of the scrubber, to be set before ``open``; 0 = off.
+    """
 
     loops: list[Loop]
+    repair: Repair | None = None
+    scrub_per_second: int = 0
 
     async def open(self) -> None:
         """Open the use cases, then make the loops (nothing runs yet)."""
         await super().open()
-        self.loops = list(build_loops(self._surroundings()))
+        around = self._surroundings()
+        self.repair = Repair(
+            RepairPorts(
+                around, lambda: self._registry.view, self._backends.get, self._backends.available
+            )
+        )
+        self.loops = [*build_loops(around), ScrubLoop(self.repair, self.scrub_per_second)]
+
+    async def close(self) -> None:
+        """End a repair run, then as the use cases."""
+        if self.repair is not None:
+            await self.repair.stop()
+        await super().close()
 
     def _surroundings(self) -> Surroundings:
         registry, settings = self._registry, self._settings
@@ -144,7 +164,7 @@ def build_cache(
 ) -> ManagedCache:
     """The use cases, not open yet."""
     options = settings.cache
-    return Manager(
+    manager = Manager(
         registry,
         store,
         backends,
@@ -157,3 +177,5 @@ def build_cache(
             grace_s_min=options.grace_s_min,
         ),
     )
+    manager.scrub_per_second = settings.repair.scrub_per_second
+    return manager

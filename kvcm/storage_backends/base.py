@@ -7,10 +7,10 @@ key. Names and addresses are never used twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcm.core.storage import ExtentName, ObjectRef, SpecSlots
 from kvcm.core.types import StorageConfig, StorageType
@@ -19,6 +19,7 @@ __all__ = [
     "Capability",
     "DataStorageBackend",
     "ExtentName",
+    "FoundObject",
     "ObjectRef",
     "ProbeResult",
     "SpecSlots",
@@ -44,6 +45,15 @@ class ProbeResult:
 
     available: bool
     detail: str = ""
+
+
+class FoundObject(NamedTuple):
+    """An object as it lies on a storage: its name, its bytes, and the seconds since it was last
+    written or changed, by the storage's own clock."""
+
+    name: str
+    size: int
+    age_s: float
 
 
 class DataStorageBackend(Protocol):
@@ -141,6 +151,31 @@ class DataStorageBackend(Protocol):
         Raises:
             Unsupported: without the capability.
         """
+
+    def survey(self, cluster_uid: str, instance_uid: str) -> AsyncIterator[Sequence[FoundObject]]:
+        """All objects of an instance, in pages of one blocking job each (capability LIST).
+
+        Raises:
+            Unsupported: without the capability.
+            StorageError: it cannot be read to its end.
+        """
+
+    async def instances(self, cluster_uid: str) -> list[str]:
+        """Uids below which anything of a cluster lies (capability LIST).
+
+        Raises:
+            Unsupported, StorageError.
+        """
+
+    async def leftovers(self) -> list[FoundObject]:
+        """What probes that were cut short left behind, of any cluster (capability LIST).
+
+        Raises:
+            Unsupported, StorageError.
+        """
+
+    async def delete_leftovers(self, names: Sequence[str]) -> list[Exception | None]:
+        """Delete what ``leftovers`` named; answers as ``delete``'s."""
 
     async def remove_instance(self, cluster_uid: str, instance_uid: str) -> None:
         """Remove the empty folders of an instance that is gone. Idempotent.

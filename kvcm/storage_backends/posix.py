@@ -6,7 +6,7 @@ For kvcm a 3FS mount is a POSIX tree like any other. Both differ in their spec's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import InvalidArgument, StorageError, Unsupported
 from kvcm.core.limits import NAMES_PER_JOB_MAX, STORAGE_JOBS_MAX, STORAGE_THREADS_MAX
 from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
+from kvcm.storage_backends import posix_survey
 from kvcm.storage_backends import posix_tree as tree
 from kvcm.storage_backends.base import (
     Capability,
     ExtentName,
+    FoundObject,
     ObjectRef,
     ProbeResult,
     SpecSlots,
@@ -117,7 +119,7 @@ class PosixBackend:
         return await asyncio.shield(self._probing)
 
     async def _probe(self) -> ProbeResult:
-        name = f".kvcm-probe-{self._clock.random_bytes(12).hex()}"
+        name = posix_survey.PROBE_PREFIX + self._clock.random_bytes(12).hex()
         content = self._clock.random_bytes(256)
         if self._probe_pool is None:
             return ProbeResult(False, f"root {self._root!r} is not open")
@@ -172,6 +174,41 @@ class PosixBackend:
     async def list_objects(self, cluster_uid: str, instance_uid: str) -> list[str]:
         check_tokens(cluster_uid, instance_uid)
         return await self._run(partial(tree.list_instance, self._root, cluster_uid, instance_uid))
+
+    async def survey(
+        self, cluster_uid: str, instance_uid: str
+    ) -> AsyncIterator[Sequence[FoundObject]]:
+        """Some folders a page, below the present root and former ones that are still there."""
+        check_tokens(cluster_uid, instance_uid)
+        for root in await self._run(partial(posix_survey.present_roots, self._roots)):
+            # Taken first: what is written while this goes on can only seem younger.
+            now = await self._file_system_time(root)
+            where = (root, cluster_uid, instance_uid)
+            left = await self._run(partial(posix_survey.folders_of, *where))
+            while left:
+                job = partial(posix_survey.files_in, *where, left, now)
+                found, number = await self._run(job)
+                left = left[number:]
+                yield found
+
+    async def instances(self, cluster_uid: str) -> list[str]:
+        check_tokens(cluster_uid)
+        found: dict[str, None] = {}
+        for root in await self._run(partial(posix_survey.present_roots, self._roots)):
+            names = await self._run(partial(posix_survey.instances_of, root, cluster_uid))
+            found |= dict.fromkeys(names)
+        return list(found)
+
+    async def leftovers(self) -> list[FoundObject]:
+        now = await self._file_system_time(self._root)
+        return await self._run(partial(posix_survey.probes_in, self._root, now))
+
+    async def delete_leftovers(self, names: Sequence[str]) -> list[Exception | None]:
+        return await self._run(partial(posix_survey.delete_probes, self._root, names))
+
+    async def _file_system_time(self, root: str) -> float:
+        name = posix_survey.PROBE_PREFIX + self._clock.random_bytes(12).hex()
+        return await self._run(partial(posix_survey.file_system_time, root, name))
 
     async def remove_instance(self, cluster_uid: str, instance_uid: str) -> None:
         check_tokens(cluster_uid, instance_uid)

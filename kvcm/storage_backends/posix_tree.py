@@ -21,17 +21,18 @@ _INNER_FOLDER = _FOLDER | os.O_NOFOLLOW
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def _failure(what: str, error: OSError) -> StorageError:
+def failure(what: str, error: OSError) -> StorageError:
+    """The error of a file-system call, with the place it was about."""
     return StorageError(f"{what}: {error.strerror or error}")
 
 
 @contextmanager
-def _root_folder(root: str) -> Iterator[int]:
+def root_folder(root: str) -> Iterator[int]:
     """A vanished root is an error, not an empty storage: its files come back with the mount."""
     try:
         fd = os.open(root, _FOLDER)
     except OSError as error:
-        raise _failure(f"root {root!r} cannot be opened", error) from error
+        raise failure(f"root {root!r} cannot be opened", error) from error
     try:
         yield fd
     finally:
@@ -78,8 +79,8 @@ def make_folder(name: str, parent_fd: int) -> None:
 
 
 @contextmanager
-def _folders(root: str, *, create: bool = False) -> Iterator[_Folders]:
-    with _root_folder(root) as root_fd:
+def folders_below(root: str, *, create: bool = False) -> Iterator[_Folders]:
+    with root_folder(root) as root_fd:
         folders = _Folders(root_fd, create=create)
         try:
             yield folders
@@ -96,7 +97,7 @@ def open_root(root: str) -> None:
     try:
         os.makedirs(root, exist_ok=True)
     except OSError as error:
-        raise _failure(f"root {root!r} cannot be created", error) from error
+        raise failure(f"root {root!r} cannot be created", error) from error
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"root {root!r} is not writable")
 
@@ -145,7 +146,7 @@ def for_each_file(
     """
     answers: list[bool | StorageError] = [False] * len(paths)
     order = sorted(range(len(paths)), key=lambda i: paths[i][:4])
-    with _folders(paths[0].root, create=create) as folders:
+    with folders_below(paths[0].root, create=create) as folders:
         last: tuple[str, str, str] | None = None
         for i in order:
             path = paths[i]
@@ -158,7 +159,7 @@ def for_each_file(
             except FileNotFoundError:
                 continue
             except OSError as error:
-                answers[i] = _failure("/".join(path), error)
+                answers[i] = failure("/".join(path), error)
     return answers
 
 
@@ -190,12 +191,12 @@ def make_instance(root: str, cluster: str, instance: str) -> None:
         StorageError: naming the instance's folder.
     """
     try:
-        with _folders(root, create=True) as folders:
+        with folders_below(root, create=True) as folders:
             parent = folders.get(cluster, instance)
             for folder in FOLDERS:
                 make_folder(folder, parent)
     except OSError as error:
-        raise _failure(f"folders below {root}/{cluster}/{instance}", error) from error
+        raise failure(f"folders below {root}/{cluster}/{instance}", error) from error
 
 
 def list_instance(root: str, cluster: str, instance: str) -> list[str]:
@@ -207,8 +208,8 @@ def list_instance(root: str, cluster: str, instance: str) -> list[str]:
     prefix = f"{root}/{cluster}/{instance}"
     result: list[str] = []
     try:
-        with _folders(root) as folders:
-            for folder in _fan_out(folders, cluster, instance):
+        with folders_below(root) as folders:
+            for folder in fan_out(folders, cluster, instance):
                 fd = folders.get(cluster, instance, folder)
                 with os.scandir(fd) as entries:
                     result += [
@@ -218,7 +219,7 @@ def list_instance(root: str, cluster: str, instance: str) -> list[str]:
                     ]
                 folders.drop(cluster, instance, folder)
     except OSError as error:
-        raise _failure(prefix, error) from error
+        raise failure(prefix, error) from error
     return result
 
 
@@ -229,25 +230,25 @@ def remove_instance(root: str, cluster: str, instance: str) -> None:
         StorageError: naming the instance's folder.
     """
     try:
-        with _folders(root) as folders:
-            for folder in _fan_out(folders, cluster, instance):
+        with folders_below(root) as folders:
+            for folder in fan_out(folders, cluster, instance):
                 _remove_empty(folder, folders.get(cluster, instance))
-            if _exists(folders, cluster):
+            if has_folder(folders, cluster):
                 _remove_empty(instance, folders.get(cluster))
     except OSError as error:
-        raise _failure(f"{root}/{cluster}/{instance}", error) from error
+        raise failure(f"{root}/{cluster}/{instance}", error) from error
 
 
-def _fan_out(folders: _Folders, cluster: str, instance: str) -> Iterable[str]:
+def fan_out(folders: _Folders, cluster: str, instance: str) -> Iterable[str]:
     """Fan-out folders that exist. Links and strangers are not among them."""
-    if not _exists(folders, cluster, instance):
+    if not has_folder(folders, cluster, instance):
         return []
     with os.scandir(folders.get(cluster, instance)) as entries:
         present = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
     return [folder for folder in FOLDERS if folder in present]
 
 
-def _exists(folders: _Folders, *parts: str) -> bool:
+def has_folder(folders: _Folders, *parts: str) -> bool:
     try:
         folders.get(*parts)
     except FileNotFoundError:

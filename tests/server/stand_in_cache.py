@@ -31,6 +31,7 @@ class StandInCache:
     def __init__(self, registry: Any = None) -> None:
         self.registry = registry
         self.loops: list[Any] = []
+        self.repair: Any = None
         self.requests: list[Any] = []
         self.abandoned: list[str] = []
         self.cancelled: list[str] = []

@@ -1,0 +1,144 @@
+"""``kvcm admin fsck``: hold records, counters and files of a running manager against each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvcm.cli.admin_common import TIMEOUT_S, JsonOption
+from kvcm.cli.admin_manager import HTTP_TARGET
+from kvcm.cli.output import err_console, fail, human_bytes, print_json, table
+from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
+
+PROBLEMS = 1
+NOT_RUN = 2
+_POLL_S = 0.2
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("fsck")(fsck)
+
+
+def fsck(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what is found.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Mend although it takes more than 5 % of a storage.")
+    ] = False,
+    instance: Annotated[str, typer.Option(help="Only this instance (id or uid).")] = "",
+    storage: Annotated[str, typer.Option(help="Only files on this storage.")] = "",
+    http: Annotated[str, typer.Option("--http", help="Admin HTTP address.")] = HTTP_TARGET,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for damage in index and storages, while the manager serves; report, or mend it.
+
+    Exit code 0: all is well; 1: damage was found; 2: it could not look everywhere.
+    """
+    asked = {"fix": fix, "force": force, "instance": instance, "storage": storage}
+    url = f"{http.rstrip('/')}/v1/fsck"
+    try:
+        report = _run(url, asked, quiet=as_json)
+    except KvcmError as error:
+        fail(str(error), NOT_RUN)
+    except KeyboardInterrupt:
+        _stop(url)
+        fail("interrupted: the run was stopped", 130)
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    if report["errors"]:
+        raise typer.Exit(NOT_RUN)
+    if not report["clean"]:
+        raise typer.Exit(PROBLEMS)
+
+
+def _run(url: str, asked: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
+    """Start a run and wait for its end."""
+    _ask("POST", url, asked)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err_console(),
+        transient=True,
+        disable=quiet or not err_console().is_terminal,
+    )
+    pause = threading.Event()
+    with progress:
+        task = progress.add_task("waiting", total=None)
+        while True:
+            answer = _ask("GET", url)
+            report: dict[str, Any] = answer["report"]
+            progress.update(
+                task,
+                description=report["phase"],
+                completed=report["done"],
+                total=report["total"] or None,
+            )
+            if not answer["running"]:
+                return report
+            pause.wait(_POLL_S)
+
+
+def _ask(method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        reply = httpx.request(method, url, json=body, timeout=TIMEOUT_S, trust_env=False)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise InvalidArgument(f"{url}: {error}") from error
+    except httpx.ConnectError as error:
+        raise Unavailable(f"{url}: {error}") from error
+    except httpx.HTTPError as error:
+        raise OutcomeUnknown(f"{url}: {error or type(error).__name__}") from error
+    try:
+        value = reply.json()
+    except ValueError:
+        value = None
+    if reply.status_code in (200, 202) and isinstance(value, dict) and "report" in value:
+        return value
+    raise KvcmError(f"{url}: {_message(value) or f'HTTP status {reply.status_code}'}")
+
+
+def _message(value: Any) -> str:
+    try:
+        return str(value["header"]["status"]["message"])
+    except (KeyError, TypeError):
+        return ""
+
+
+def _stop(url: str) -> None:
+    try:
+        _ask("DELETE", url)
+    except KvcmError as error:
+        err_console().print(f"the run goes on: {error}")
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    mended = bool(report["fix"])
+    table(
+        "repair" if mended else "dry run",
+        ("kind", "found", "mended", "bytes", "for example"),
+        (
+            (kind, n["found"], n["fixed"], human_bytes(n["bytes"]), (n["examples"] or [""])[0])
+            for kind, n in sorted(report["kinds"].items())
+        ),
+        empty=f"nothing is wrong ({report['done']:,} records and files, {report['seconds']:.1f} s)",
+    )
+    console = err_console()
+    for name, storage in sorted(report["storages"].items()):
+        for why in storage["stopped"]:
+            console.print(f"storage {name}: {why}: nothing of that was mended; --force does it")
+        if storage["foreign"]:
+            console.print(f"storage {name}: {storage['foreign']} files of another history, left")
+        if storage["too_young"]:
+            console.print(f"storage {name}: {storage['too_young']} files too young to be judged")
+    for error in report["errors"]:
+        console.print(f"not looked at or not mended: {error}", soft_wrap=True)
+    if not mended and report["kinds"]:
+        console.print("nothing was changed; --fix mends it")
