@@ -124,8 +124,43 @@ class TrimRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageLimit:
+    """A limit in its ``unit`` (``bytes``, or ``blocks`` of an instance); None = there is none.
+
+    ``effective``: of a group, what it could hold now, less than ``capacity`` when its storages are
+    too full for that. Above ``high`` eviction takes usage down to ``low``.
+    """
+
+    unit: str
+    capacity: int | None
+    effective: int | None
+    high: int | None
+    low: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NextEviction:
+    """What the next eviction for a limit would take if nothing were used meanwhile.
+
+    ``planned`` is how much must go, in the limit's unit: now, or once the mark is crossed. The rest
+    describes the extents that are first in line for it; ``complete`` tells whether they are all.
+    ``instances``: bytes by instance id.
+    """
+
+    planned: int
+    bytes: int
+    blocks: int
+    extents: int
+    complete: bool
+    instances: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Space of one instance, group or storage type, in bytes and blocks (design §5)."""
+    """Space of one instance, group, storage or storage type, in bytes and blocks (design §5).
+
+    ``refusals``: writes that a limit refused or cut, by reason, since the start.
+    """
 
     open_bytes: int = 0
     serving_bytes: int = 0
@@ -133,6 +168,9 @@ class Usage:
     trash_bytes: int = 0
     open_blocks: int = 0
     serving_blocks: int = 0
+    limit: UsageLimit | None = None
+    refusals: dict[str, int] = field(default_factory=dict)
+    next_eviction: NextEviction | None = None
 
     @property
     def counted_bytes(self) -> int:
@@ -142,12 +180,18 @@ class Usage:
 
 @dataclass(slots=True)
 class UsageReport:
-    """Usage by instance id, group, storage name and (group, storage type name)."""
+    """Usage by instance id, group, storage name and (group, storage type name).
+
+    ``refused`` and ``cut``: writes of which a limit let nothing, or only a part, through, by
+    (group, reason).
+    """
 
     instances: dict[str, Usage] = field(default_factory=dict)
     groups: dict[str, Usage] = field(default_factory=dict)
     storages: dict[str, Usage] = field(default_factory=dict)
     group_types: dict[tuple[str, str], Usage] = field(default_factory=dict)
+    refused: dict[tuple[str, str], int] = field(default_factory=dict)
+    cut: dict[tuple[str, str], int] = field(default_factory=dict)
     sessions: int = 0
     extents: int = 0
     quarantined: int = 0
@@ -190,4 +234,9 @@ class CacheService(Protocol):
     def busy_instance_uids(self) -> set[str]:
         """Uids of instances that hold blocks or open sessions."""
 
-    def usage(self) -> UsageReport: ...
+    def usage(self, *, ahead: bool = False) -> UsageReport:
+        """Space as it is now.
+
+        Args:
+            ahead: with what the next evictions would take.
+        """

@@ -12,7 +12,7 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import InstanceNotExist, InvalidArgument
 from kvcm.core.hashing import TokenHasher
 from kvcm.core.keys import KeyBatch
-from kvcm.core.types import InstanceGroup
+from kvcm.core.types import InstanceGroup, StorageConfig
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.instance import InstanceIndex
 
@@ -29,6 +29,8 @@ class CacheSettings:
     empty_session_timeout_s: int = limits.EMPTY_SESSION_TIMEOUT_S
     grace_s_min: float = limits.GRACE_S_MIN
     read_cache_bytes: int = 1 << 30
+    room_wait_s: float = limits.ROOM_WAIT_S_DEFAULT
+    """How long a StartWrite that a limit cut waits for eviction to make room; 0 = not at all."""
 
 
 class Context:
@@ -40,11 +42,13 @@ class Context:
         clock: Clock,
         settings: CacheSettings,
         group_of: Callable[[str], InstanceGroup | None],
+        storage_of: Callable[[str], StorageConfig | None],
     ) -> None:
         self.index = index
         self.clock = clock
         self.settings = settings
         self.group_of = group_of
+        self.storage_of = storage_of
 
     def instance(self, instance_id: str) -> InstanceIndex:
         """The index of a registered instance.

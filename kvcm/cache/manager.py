@@ -16,19 +16,19 @@ from kvcm.cache.api import (
     StartWriteAnswer,
     StartWriteRequest,
     TrimRequest,
-    Usage,
     UsageReport,
 )
 from kvcm.cache.base import CacheSettings, Context
 from kvcm.cache.files import Files
 from kvcm.cache.lookup import Lookup
 from kvcm.cache.removal import Removal
+from kvcm.cache.usage import usage_report
 from kvcm.cache.write import Writes
+from kvcm.core import quota
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError
-from kvcm.core.types import STORAGE_TYPE_NAMES, Instance, InstanceGroup
+from kvcm.core.types import Instance, InstanceGroup
 from kvcm.metaindex.index import MetaIndex
-from kvcm.metaindex.ledger import ZERO, Delta
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import KVStore
 from kvcm.registry.view import RegistryView
@@ -78,6 +78,7 @@ class CacheManager:
         self._backends = backends
         self._clock = clock
         self._settings = settings
+        self._warned: set[str] = set()
 
     async def open(self) -> None:
         """Take a new epoch and follow the registry. The store must be open.
@@ -102,6 +103,7 @@ class CacheManager:
             self._clock,
             self._settings,
             lambda name: self._registry.view.groups.get(name),
+            lambda name: self._registry.view.storages.get(name),
         )
         self._lookup = Lookup(context)
         self._files = Files(self._backends.get, view.cluster_uid)
@@ -110,6 +112,18 @@ class CacheManager:
         self._follow(view)
         self._registry.subscribe(self._follow)
 
+    def _warn_of_groups_that_never_evict(self, view: RegistryView) -> None:
+        for name, group in view.groups.items():
+            if not quota.never_evicts(group):
+                self._warned.discard(name)
+            elif name not in self._warned:
+                self._warned.add(name)
+                _log.warning(
+                    "instance group %r has a quota but no watermark (trigger_strategy): "
+                    "when it is full its writes are refused, nothing is evicted",
+                    name,
+                )
+
     def _group_of(self, name: str) -> InstanceGroup | None:
         return self._registry.view.groups.get(name)
 
@@ -117,12 +131,15 @@ class CacheManager:
         for config in view.storages.values():
             self.shared.storage_types[config.global_unique_name] = config.type
         self.index.follow(view.instances.values(), view.closing)
+        self._warn_of_groups_that_never_evict(view)
+        # Limits and marks may have changed.
+        self.shared.pressure.wake()
 
     async def close(self) -> None:
         """Wait for clean-ups and save the access stamps."""
         await self._writes.settled()
-        await self._files.close()
         await self._removal.settled()
+        await self._files.close()
         for index in list(self.index.by_uid.values()):
             try:
                 while await index.save_stamps(1024):
@@ -204,28 +221,13 @@ class CacheManager:
             if not index.closed and (not index.loaded or ledger.instance(uid).blocks)
         }
 
-    def usage(self) -> UsageReport:
-        """Space by instance, group, storage and type."""
-        ledger = self.shared.ledger
-        report = UsageReport(quarantined=self.shared.quarantine.count)
-        for uid, index in self.index.by_uid.items():
-            held = ledger.instance(uid)
-            name = index.instance.instance_id
-            if index.closed:
-                name += f" (removed, {uid})"
-            if held != ZERO or not index.closed:
-                report.instances[name] = _usage(held)
-            report.extents += len(index.book.entries) - len(index.book.over)
-            report.sessions += index.book.open_count
+    def usage(self, *, ahead: bool = False) -> UsageReport:
+        """Space by instance, group, storage and type; see ``CacheService``."""
         view = self._registry.view
-        for group in view.groups:
-            report.groups[group] = _usage(ledger.group(group))
-        for storage in view.storages:
-            report.storages[storage] = _usage(ledger.storage(storage))
-        for (group, kind), delta in ledger.group_types.items():
-            report.group_types[group, STORAGE_TYPE_NAMES.get(kind, "")] = _usage(delta)
+        report = usage_report(self.index, view)
+        if ahead:
+            self._look_ahead(report, view)
         return report
 
-
-def _usage(delta: Delta) -> Usage:
-    return Usage(*delta) if delta != ZERO else Usage()
+    def _look_ahead(self, report: UsageReport, view: RegistryView) -> None:
+        """Add what the next evictions would take; whoever knows the reclaimer does."""

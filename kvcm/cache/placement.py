@@ -20,20 +20,38 @@ _PREFERRED = {
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A storage that could take the write: ``room`` bytes by its type's quota."""
+    """A storage that could take the write. ``type_room``: bytes left of the group's quota for its
+    type; ``own_room``: bytes left of its own capacity."""
 
     name: str
     type: StorageType
     used: int
-    room: int
+    type_room: int
+    own_room: int
+
+    @property
+    def room(self) -> int:
+        """Bytes it can take."""
+        return min(self.type_room, self.own_room)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one limit leaves: bytes, or blocks when ``in_blocks``. ``reason`` names the limit."""
+
+    reason: str
+    left: int
+    in_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """How many leading blocks fit, and the limit that cut the rest ("" = none did)."""
+    """How many leading blocks fit, and the limit that cut the rest ("" = none did). ``short``: all
+    limits that do not leave room for everything."""
 
     count: int
     reason: str
+    short: tuple[str, ...] = ()
 
 
 def choose(
@@ -57,16 +75,23 @@ def choose(
     return max(ordered, key=lambda c: c.room)
 
 
-def grant(sizes: Sequence[int], *, group_room: int, type_room: int, key_room: int) -> Grant:
-    """How many leading blocks of the given sizes (bytes) fit under all limits."""
-    limits = [
-        ("QUOTA_GROUP", _fitting(sizes, group_room)),
-        ("QUOTA_TYPE", _fitting(sizes, type_room)),
-        ("MAX_KEY_COUNT", max(0, min(len(sizes), key_room))),
-        ("EXTENT_SIZE", min(len(sizes), BLOCKS_PER_EXTENT_MAX)),
+def grant(sizes: Sequence[int], rooms: Sequence[Room]) -> Grant:
+    """How many leading blocks of the given sizes (bytes) fit under all limits.
+
+    Of limits that cut at the same block the first of ``rooms`` is the reason.
+    """
+    fitting = [
+        (room.reason, _count(sizes, room.left) if room.in_blocks else _fitting(sizes, room.left))
+        for room in rooms
     ]
-    reason, count = min(limits, key=lambda limit: limit[1])
-    return Grant(count, "" if count == len(sizes) else reason)
+    fitting.append(("EXTENT_SIZE", _count(sizes, BLOCKS_PER_EXTENT_MAX)))
+    reason, count = min(fitting, key=lambda limit: limit[1])
+    short = tuple(name for name, fits in fitting if fits < len(sizes))
+    return Grant(count, "" if count == len(sizes) else reason, short)
+
+
+def _count(sizes: Sequence[int], room: int) -> int:
+    return max(0, min(len(sizes), room))
 
 
 def _fitting(sizes: Sequence[int], room: int) -> int:

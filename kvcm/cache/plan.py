@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvcm.cache import placement
+from kvcm.cache import placement, room
 from kvcm.cache.base import Context
 from kvcm.cache.placement import Candidate
 from kvcm.cache.scan import Scan, Usable
-from kvcm.core import quota
 from kvcm.core.errors import (
     CapacityReached,
     InstanceNotExist,
@@ -25,6 +24,7 @@ from kvcm.core.mask import BlockMask
 from kvcm.core.types import CachePreferStrategy, InstanceGroup
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.pressure import Want
 from kvcm.metaindex.readcache import View
 from kvcm.metaindex.records import Phase, Run
 
@@ -34,7 +34,12 @@ _SCAN_TRIES = 8
 
 @dataclass(slots=True)
 class Plan:
-    """What a StartWrite found and decided before it commits."""
+    """What a StartWrite found and decided before it commits.
+
+    ``refusal``: a limit lets nothing through. ``wants``: room that eviction could make for what was
+    cut or refused; ``fits`` tells whether it is there. ``crosses``: the grant takes usage over a
+    mark.
+    """
 
     keys: array[int]
     needed: list[int]
@@ -42,6 +47,10 @@ class Plan:
     granted: list[int]
     reason: str
     storage: str
+    refusal: CapacityReached | None = None
+    wants: Sequence[Want] = ()
+    fits: Callable[[], bool] = lambda: True
+    crosses: bool = False
 
     @property
     def entries(self) -> list[Entry]:
@@ -76,7 +85,6 @@ class Planner:
             needed: specs to allocate, as ``needed_specs`` gives them.
 
         Raises:
-            CapacityReached, NoStorage: a limit lets nothing through.
             InstanceNotExist: it was removed meanwhile.
             Unavailable, OutcomeUnknown, StaleFence: the index store.
         """
@@ -124,25 +132,34 @@ class Planner:
             sizes = [size_of[plan.needed[0]]] * len(plan.granted)
         chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
         if chosen is None:
-            raise NoStorage(
+            plan.refusal = NoStorage(
                 f"no storage of group {group.name!r} can take the write", reason="NO_STORAGE"
             )
-        ledger = index.shared.ledger
-        grant = placement.grant(
-            sizes,
-            group_room=quota.group_capacity(group) - ledger.group(group.name).counted,
-            type_room=chosen.room,
-            key_room=quota.key_limit(group) - ledger.instance(index.uid).blocks,
-        )
-        if not grant.count:
-            raise CapacityReached(
-                f"{_LIMIT_TEXT[grant.reason]} of group {group.name!r} is reached: "
-                f"instance {index.instance.instance_id[:200]!r}",
-                reason=grant.reason,
-            )
+            plan.granted, plan.reason = [], "NO_STORAGE"
+            return
+        config = self._context.storage_of(chosen.name)
+        limits = room.limits_of(index, group, chosen.name, config)
+        grant = placement.grant(sizes, room.rooms(limits))
         plan.granted = plan.granted[: grant.count]
         plan.reason = grant.reason
         plan.storage = chosen.name
+        plan.crosses = room.crosses(limits, sum(sizes[: grant.count]), grant.count)
+        if grant.short:
+            plan.wants = room.wants(limits, grant, sizes)
+            plan.fits = lambda: (
+                not set(grant.short)
+                & set(
+                    placement.grant(
+                        sizes, room.rooms(room.limits_of(index, group, chosen.name, config))
+                    ).short
+                )
+            )
+        if not grant.count:
+            plan.refusal = CapacityReached(
+                f"{_LIMIT_TEXT[grant.reason].format(storage=chosen.name)} of group "
+                f"{group.name!r} is reached: instance {index.instance.instance_id[:200]!r}",
+                reason=grant.reason,
+            )
 
     def _group(self, index: InstanceIndex) -> InstanceGroup:
         group = self._context.group_of(index.group)
@@ -151,23 +168,17 @@ class Planner:
         return group
 
     def _candidates(self, index: InstanceIndex, group: InstanceGroup) -> list[Candidate]:
-        shared = index.shared
-        out: list[Candidate] = []
-        for name in group.storage_candidates:
-            if not shared.storages.available(name):
-                continue
-            kind = shared.type_of(name)
-            room = quota.type_capacity(group, kind)
-            if room < quota.UNLIMITED:
-                room -= shared.ledger.group_type(group.name, kind).counted
-            used = shared.ledger.storage(name)
-            out.append(Candidate(name, kind, used.counted + used.trash_bytes, room))
-        return out
+        return [
+            room.candidate(index, group, name, self._context.storage_of(name))
+            for name in group.storage_candidates
+            if index.shared.storages.available(name)
+        ]
 
 
 _LIMIT_TEXT = {
     "QUOTA_GROUP": "the capacity",
     "QUOTA_TYPE": "the capacity for the storage type",
+    "STORAGE_FULL": "the capacity of storage {storage!r}, the best candidate",
     "MAX_KEY_COUNT": "max_key_count",
 }
 

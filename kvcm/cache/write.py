@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Coroutine
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -19,12 +18,15 @@ from kvcm.cache.base import Context
 from kvcm.cache.files import Files
 from kvcm.cache.locks import KeyLocks
 from kvcm.cache.plan import Plan, Planner, keys_of, needed_specs, runs_of, subsets_of
+from kvcm.core import quota
 from kvcm.core.errors import (
     InvalidArgument,
     NoStorage,
     NotReady,
     SessionNotExist,
 )
+from kvcm.core.keys import KeyBatch
+from kvcm.core.limits import HOME_SHARDS
 from kvcm.core.mask import BlockMask
 from kvcm.metaindex import answers, bits
 from kvcm.metaindex.book import Entry
@@ -58,7 +60,7 @@ class Writes:
         Raises:
             InstanceNotExist: unknown instance.
             InvalidArgument: group names or key count.
-            CapacityReached: a limit let nothing through; ``reason`` names it.
+            CapacityReached, NoStorage: a limit let nothing through; ``reason`` names it.
             NotReady: the instance's index is not loaded yet, or the index store failed.
         """
         index = self._context.instance(request.instance_id)
@@ -66,9 +68,28 @@ class Writes:
         batch = await self._context.keys(index, request)
         keys = batch.array()
         needed = needed_specs(index, request.group_names, len(keys))
+        wait_s = self._context.settings.room_wait_s
+        answer = await self._attempt(index, request, batch, needed, last=wait_s <= 0)
+        if isinstance(answer, Plan):
+            # Nothing is held meanwhile, the keys least of all.
+            await self._wait_for_room(index, answer, wait_s)
+            answer = await self._attempt(index, request, batch, needed, last=True)
+        assert isinstance(answer, StartWriteAnswer)
+        return answer
+
+    async def _attempt(
+        self,
+        index: InstanceIndex,
+        request: StartWriteRequest,
+        batch: KeyBatch,
+        needed: list[int],
+        *,
+        last: bool,
+    ) -> StartWriteAnswer | Plan:
+        """The answer; the plan, when a limit cut it, eviction may help, and it is not the last."""
         # Its own task, so that a cancelled call neither lets go of its keys half-way nor leaves
         # a commit whose end nobody sees.
-        task = asyncio.ensure_future(self._locked(index, request, keys, batch.raw(), needed))
+        task = asyncio.ensure_future(self._locked(index, request, batch, needed, last))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -84,30 +105,85 @@ class Writes:
             except TimeoutError as error:
                 name = index.instance.instance_id[:200]
                 raise NotReady(f"instance {name!r} is still being loaded") from error
+        await self._counted(index)
+
+    async def _counted(self, index: InstanceIndex) -> None:
+        """Limits hold for a group, and for storages that groups share: nothing is granted before
+        the usage of all of them is known, which takes no more than their claims."""
+        unknown = self._context.index.uncounted
+        if not unknown:
+            return
+        group = self._context.group_of(index.group)
+        candidates = group.storage_candidates if group is not None else ()
+        shares = any(
+            quota.storage_capacity(self._context.storage_of(n)) < quota.UNLIMITED
+            for n in candidates
+        )
+        others = [i for i in unknown.values() if shares or i.group == index.group]
+        try:
+            async with asyncio.timeout(_LOAD_WAIT_S):
+                await asyncio.gather(*(i.shards.ensure(range(HOME_SHARDS)) for i in others))
+        except TimeoutError as error:
+            raise NotReady(f"the usage of group {index.group!r} is still being read") from error
+        for other in others:
+            unknown.pop(other.uid, None)
 
     async def _locked(
         self,
         index: InstanceIndex,
         request: StartWriteRequest,
-        keys: array[int],
-        raw: bytes,
+        batch: KeyBatch,
         needed: list[int],
-    ) -> StartWriteAnswer:
+        last: bool,
+    ) -> StartWriteAnswer | Plan:
+        keys, raw = batch.array(), batch.raw()
         locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
             plan = await self._planner.plan(index, keys, raw, needed)
             if plan.granted and await self._files.prepared(index.uid, plan.storage):
                 # Limits and what exists may have changed while the folders were made.
                 plan = await self._planner.plan(index, keys, raw, needed)
+            if plan.wants:
+                index.shared.pressure.want(plan.wants)
+                if not last:
+                    return plan
+            if plan.reason:
+                self._count(index, plan)
+            if plan.refusal is not None:
+                raise plan.refusal
             if not plan.granted:
                 return self._nothing(index, plan)
             timeout_s = self._timeout(request.write_timeout_seconds)
             return await self._grant(index, plan, timeout_s, request.form)
 
-    async def _undo(self, index: InstanceIndex, task: asyncio.Future[StartWriteAnswer]) -> None:
+    async def _wait_for_room(self, index: InstanceIndex, plan: Plan, wait_s: float) -> None:
+        """Until what was cut fits, or eviction has done what it could, but a moment at most."""
+        pressure = index.shared.pressure
+        woken = pressure.wait(plan.fits)
+        timer = asyncio.ensure_future(self._context.clock.sleep(wait_s))
+        try:
+            await asyncio.wait((woken, timer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            pressure.leave(woken)
+
+    def _count(self, index: InstanceIndex, plan: Plan) -> None:
+        index.shared.refusals.count(
+            index.group,
+            index.uid,
+            plan.reason,
+            whole=plan.refusal is not None,
+            storage=plan.storage,
+            storage_type=index.shared.type_of(plan.storage),
+        )
+
+    async def _undo(
+        self, index: InstanceIndex, task: asyncio.Future[StartWriteAnswer | Plan]
+    ) -> None:
         await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is None:
-            session = index.sessions.read(task.result().session_id)
+        answer = None if task.cancelled() or task.exception() else task.result()
+        if isinstance(answer, StartWriteAnswer):
+            session = index.sessions.read(answer.session_id)
             if session.extent_id is not None:
                 await self._free(index, session.extent_id)
 
@@ -149,6 +225,8 @@ class Writes:
         }
         try:
             entry = await index.grant(extent, state, others, _parents(index, extent))
+            if plan.crosses:
+                index.shared.pressure.wake()
             if entry.phase is Phase.OPEN:
                 index.book.pin(entry, entries)
             body = await self._body(index, extent, form)

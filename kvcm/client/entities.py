@@ -40,7 +40,12 @@ def storage_message(config: StorageConfig) -> pb.StorageConfig:
         "check_storage_available_when_open": config.check_storage_available_when_open,
     }
     fields |= {name: getattr(config, name) for name in config.additions & config.model_fields_set}
-    return _message(fields, pb.StorageConfig(), f"storage {config.global_unique_name!r}")
+    what = f"storage {config.global_unique_name!r}"
+    known = list(getattr(pb.StorageConfig(), field).DESCRIPTOR.fields_by_name)
+    if unknown := sorted(set(config.spec) - set(known)):
+        names = ", ".join(known) or "none"
+        raise InvalidArgument(f"{what}: {field} has no field {unknown[0]!r}; its fields: {names}")
+    return _message(fields, pb.StorageConfig(), what)
 
 
 def storage_config(raw: pb.StorageConfig) -> StorageStatus:

@@ -33,6 +33,9 @@ WRITE_TIMEOUT_S_MAX = 3_600
 EMPTY_SESSION_TIMEOUT_S = 60
 GRACE_S_MIN = 10.0
 """Floor of the time between retiring a block and deleting its bytes."""
+ROOM_WAIT_S_DEFAULT = 0.05
+"""A StartWrite that a limit cut waits so long for eviction, if eviction can help."""
+ROOM_WAIT_S_MAX = 5.0
 SHARDS_MIN = 16
 SHARDS_MAX_DEFAULT = 64
 """Unless the server's settings allow more."""

@@ -167,7 +167,7 @@ class CacheReclaimStrategy(Entity):
     """When and how a group's space is reclaimed.
 
     ``low_percentage``: where eviction stops, a fraction of the capacity; 0 = 5 points below the
-    mark that was crossed. ``ttl_seconds`` and ``ttl_since`` serve POLICY_TTL; 0 = no age is too old.
+    mark that was crossed. ``ttl_seconds`` and ``ttl_since`` serve POLICY_TTL; 0 = none is too old.
     ``reclaim_step_size`` (bytes) and ``reclaim_step_percentage`` (of the limit) bound one round.
     """
 

@@ -16,6 +16,8 @@ class MetaIndex:
         self.shared = shared
         self.by_uid: dict[str, InstanceIndex] = {}
         self.by_id: dict[str, InstanceIndex] = {}
+        self.uncounted: dict[str, InstanceIndex] = {}
+        """By uid, instances whose usage the ledger may not know yet (home shards not claimed)."""
 
     def follow(self, instances: Iterable[Instance], closing: Iterable[Instance]) -> None:
         """Take over what the registry says: new, changed, closing and forgotten instances."""
@@ -36,6 +38,7 @@ class MetaIndex:
         index = self.by_uid.get(instance.uid)
         if index is None:
             index = self.by_uid[instance.uid] = InstanceIndex(self.shared, instance)
+            self.uncounted[instance.uid] = index
         index.instance = instance
         if instance.trim > index.trim:
             index.raise_trim(instance.trim)
@@ -43,6 +46,8 @@ class MetaIndex:
 
     def _drop(self, index: InstanceIndex) -> None:
         index.closed = True
+        self.uncounted.pop(index.uid, None)
+        self.shared.refusals.forget(index.uid)
         self.shared.cache.clear_instance(index.rows)
         for extent_id in list(index.book.entries):
             index.book.forget(extent_id)

@@ -70,6 +70,7 @@ class Ledger:
         self.instances: dict[str, dict[str, Delta]] = {}
         self.groups: dict[str, Delta] = {}
         self.group_types: dict[tuple[str, StorageType], Delta] = {}
+        self.group_storages: dict[tuple[str, str], Delta] = {}
         self.storages: dict[str, Delta] = {}
 
     def apply(
@@ -83,6 +84,7 @@ class Ledger:
             del self.instances[uid]
         _add(self.groups, group, delta)
         _add(self.group_types, (group, storage_type), delta)
+        _add(self.group_storages, (group, storage), delta)
         _add(self.storages, storage, delta)
 
     def instance(self, uid: str) -> Delta:
@@ -99,6 +101,10 @@ class Ledger:
     def group_type(self, name: str, storage_type: StorageType) -> Delta:
         """Total of a group on one storage type."""
         return self.group_types.get((name, storage_type), ZERO)
+
+    def group_storage(self, name: str, storage: str) -> Delta:
+        """Total of a group on one storage."""
+        return self.group_storages.get((name, storage), ZERO)
 
     def storage(self, name: str) -> Delta:
         """Total of a storage over all groups."""

@@ -11,6 +11,7 @@ from kvcm.metaindex.ids import make_extent_id
 from kvcm.metaindex.ledger import Ledger
 from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.ports import StorageSet
+from kvcm.metaindex.pressure import Pressure, Refusals
 from kvcm.metaindex.readcache import ReadCache
 from kvcm.metaindex.records import Quarantine, Trash
 from kvcm.metaindex.shards import ClaimNumbers
@@ -43,6 +44,8 @@ class Shared:
         self.numbers = ClaimNumbers(epoch)
         self.cache = ReadCache(cache_bytes)
         self.ledger = Ledger()
+        self.pressure = Pressure()
+        self.refusals = Refusals()
         self.quarantine = Quarantine()
         self.storage_types: dict[str, StorageType] = {}
         self.on_trash: Callable[[InstanceIndex, Trash], None] = lambda _index, _trash: None

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, NotReady, StaleFence
-from kvcm.core.types import InstanceGroup
+from kvcm.core.types import InstanceGroup, StorageConfig
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.ids import home_shard
 from kvcm.metaindex.index import MetaIndex
@@ -77,6 +77,7 @@ class Surroundings:
     index: MetaIndex
     clock: Clock
     groups: Callable[[], Iterable[InstanceGroup]]
+    storages: Callable[[], Iterable[StorageConfig]]
     backend: Callable[[str], Deleter | None]
     registered: Callable[[str], bool]
     grace_s: Callable[[str], float]

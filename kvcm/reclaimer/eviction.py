@@ -1,71 +1,228 @@
-"""Evicting what is over a mark."""
+"""Evicting what is over a mark, and making room for writes that were refused."""
 
 from __future__ import annotations
 
-from kvcm.core.errors import KvcmError
-from kvcm.metaindex.book import Entry
-from kvcm.metaindex.records import Phase
-from kvcm.reclaimer.base import PER_ROUND, Away, Report, Surroundings, retire_with
-from kvcm.reclaimer.watermark import Excess, excesses
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-_AT_ONCE = 32
+from kvcm.core import quota
+from kvcm.core.errors import KvcmError
+from kvcm.core.types import InstanceGroup, StorageConfig
+from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.entry import Entry
+from kvcm.metaindex.ledger import Delta
+from kvcm.metaindex.pressure import Scope
+from kvcm.reclaimer.base import Away, Report, Surroundings, retire_with
+from kvcm.reclaimer.watermark import Excess, group_excesses, shares, storage_excess
+
+EVICTED_AT_ONCE = 32
+"""Extents of one step: their commits are sent together, then others get the event loop."""
+EVICTED_PER_TURN = 1024
+"""Extents after which the next group has its turn."""
 
 
 class EvictionLoop:
-    """Evicts the coldest extents of groups that crossed a mark, deepest first."""
+    """Evicts the coldest extents of groups that crossed a mark, deepest first.
+
+    It runs when a write crosses a mark or is refused for want of room, when the configuration
+    changes, and in any case every ``period_s``.
+    """
 
     name = "eviction"
     period_s = 0.2
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._not_before: dict[str, float] = {}
+        self._unmoved: set[Scope] = set()
+        """What freed nothing, or no more than a step: writes that cross its mark do not wake it."""
+
+    @property
+    def wakeup(self) -> asyncio.Event:
+        """Set when there is something to do before the period is over."""
+        return self._around.index.shared.pressure.wakeup
 
     async def run_once(self, now: float) -> Report:
+        pressure = self._around.index.shared.pressure
+        if not pressure.wakeup.is_set():
+            self._unmoved.clear()
+        waiters, wanted = pressure.waiters(), pressure.take()
         report = Report()
-        for group in self._around.groups():
-            members = [
-                i for i in self._around.index.by_uid.values() if i.group == group.name and i.loaded
-            ]
-            if not members:
-                continue
-            ledger = self._around.index.shared.ledger
-            for excess in excesses(group, [i.uid for i in members], ledger):
-                await self._evict(group.name, excess, report)
+        try:
+            members: dict[str, list[str]] = defaultdict(list)
+            for index in self._around.index.by_uid.values():
+                if index.loaded:
+                    members[index.group].append(index.uid)
+            for group in list(self._around.groups()):
+                if uids := members.get(group.name):
+                    await self._relieve_group(group, uids, wanted, now, report)
+            for config in list(self._around.storages()):
+                await self._relieve_storage(config, wanted, now, report)
+        finally:
+            pressure.relieved(waiters)
         return report
 
-    async def _evict(self, group: str, excess: Excess, report: Report) -> None:
-        left = excess.amount
-        away = Away()
-        failed: set[Entry] = set()
-        by_uid = self._around.index.by_uid
-        order = self._around.index.shared.order_of(group)
-        while left > 0 and report.done < PER_ROUND:
-            victims = order.coldest(
-                _AT_ONCE, uid=excess.uid, storage_type=excess.storage_type, skip=failed
+    async def _relieve_group(
+        self,
+        group: InstanceGroup,
+        uids: Sequence[str],
+        wanted: Mapping[Scope, int],
+        now: float,
+        report: Report,
+    ) -> None:
+        """The group's own limits. A refused write does not wait for ``trigger_period_seconds``."""
+        mine = {scope: amount for scope, amount in wanted.items() if scope.group == group.name}
+        scope = Scope(group.name)
+        is_due = now >= self._not_before.get(group.name, now) and scope not in self._unmoved
+        if not mine and not is_due:
+            return
+        ledger = self._around.index.shared.ledger
+        for excess in group_excesses(group, uids, ledger, mine):
+            freed = await self._evict(group, excess, report)
+            if not freed or _is_bounded(group):
+                self._unmoved.add(scope)
+            self._not_before[group.name] = now + quota.reclaim_of(group).trigger_period_seconds
+
+    async def _relieve_storage(
+        self, config: StorageConfig, wanted: Mapping[Scope, int], now: float, report: Report
+    ) -> None:
+        scope = Scope(storage=config.global_unique_name)
+        if scope not in wanted and scope in self._unmoved:
+            return
+        ledger = self._around.index.shared.ledger
+        amount = storage_excess(config, ledger, wanted)
+        if amount <= 0:
+            return
+        groups = {group.name: group for group in self._around.groups()}
+        bounded, freed = False, 0
+        for excess in shares(config, amount, groups.values(), ledger):
+            group = groups[excess.scope.group]
+            bounded = bounded or _is_bounded(group)
+            freed += await self._evict(group, excess, report)
+        if not freed or bounded:
+            self._unmoved.add(scope)
+
+    async def _evict(self, group: InstanceGroup, excess: Excess, report: Report) -> int:
+        """Evict until ``excess`` is gone, nothing evictable is left, or the turn is over.
+
+        Returns:
+            Bytes freed.
+        """
+        pressure = self._around.index.shared.pressure
+        order = self._around.index.shared.order_of(group.name)
+        _, kind, uid, storage = excess.scope
+        amount, bytes_max = _bounds(group, excess)
+        skipped = _Skipped()
+        freed = freed_bytes = evicted = 0
+        while freed < amount and freed_bytes < bytes_max:
+            if evicted >= EVICTED_PER_TURN:
+                pressure.wake()
+                break
+            found = order.coldest(
+                EVICTED_AT_ONCE, uid=uid, storage_type=kind, storage=storage, skip=skipped
             )
-            if not victims and not order.behind:
-                return
-            for entry in victims:
-                if left <= 0 or report.done >= PER_ROUND:
-                    return
-                index = by_uid.get(entry.uid)
-                if index is None or entry in away or entry.phase is not Phase.SETTLED:
-                    failed.add(entry)
-                    continue
-                held = entry.held
-                entry.leaving = True
-                try:
-                    change = await index.change(entry.extent_id, retire_with(index))
-                except KvcmError as error:
-                    away.failed("evicting", entry, error)
-                    failed.add(entry)
-                    report.failed += 1
-                    continue
-                finally:
-                    entry.leaving = False
-                if change is None:
-                    # Its record is lost or unreadable: it can free nothing, so it must not count.
-                    index.book.forget(entry.extent_id)
-                    continue
-                left -= held.blocks if excess.in_blocks else held.counted
-                report.done += 1
+            if not found and not order.behind:
+                break
+            batch = _enough(found, amount - freed, bytes_max - freed_bytes, uid is not None)
+            for gone in await self._retire(batch, skipped, report):
+                freed += gone.blocks if uid is not None else gone.counted
+                freed_bytes += gone.counted
+            evicted += len(batch)
+            pressure.progressed()
+            await asyncio.sleep(0)
+        if skipped:
+            order.refresh(EVICTED_PER_TURN)
+        return freed_bytes
+
+    async def _retire(
+        self, batch: Sequence[Entry], skipped: _Skipped, report: Report
+    ) -> list[Delta]:
+        """Retire extents together; what each freed."""
+        by_uid: dict[str, list[Entry]] = defaultdict(list)
+        for entry in batch:
+            entry.leaving = True
+            by_uid[entry.uid].append(entry)
+        try:
+            parts = await asyncio.gather(
+                *(self._retire_of(uid, members, skipped) for uid, members in by_uid.items())
+            )
+        finally:
+            for entry in batch:
+                entry.leaving = False
+        freed = [delta for part in parts for delta in part]
+        report.done += len(freed)
+        report.failed += len(batch) - len(freed)
+        return freed
+
+    async def _retire_of(
+        self, uid: str, entries: Sequence[Entry], skipped: _Skipped
+    ) -> list[Delta]:
+        index = self._around.index.by_uid.get(uid)
+        if index is None:
+            skipped.add(entries)
+            return []
+        held = {entry.extent_id: (entry, entry.held) for entry in entries}
+        freed: list[Delta] = []
+        for extent_id, change in (await change_many(index, held, retire_with(index))).items():
+            entry, delta = held[extent_id]
+            if isinstance(change, KvcmError):
+                skipped.failed(entry, change)
+            elif isinstance(change, Exception):
+                raise change
+            elif change is None:
+                # Its record is lost or unreadable: it can free nothing, so it must not count.
+                index.book.forget(extent_id)
+            else:
+                freed.append(delta)
+        return freed
+
+
+class _Skipped:
+    """What failed in this turn, and what lies in shards that did."""
+
+    def __init__(self) -> None:
+        self._entries: set[Entry] = set()
+        self._away = Away()
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._entries or (isinstance(entry, Entry) and entry in self._away)
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """They are not tried again in this turn."""
+        self._entries.update(entries)
+
+    def failed(self, entry: Entry, error: KvcmError) -> None:
+        """One failed; a fault of the store keeps the turn from its shard."""
+        self._entries.add(entry)
+        self._away.failed("evicting", entry, error)
+
+
+def _is_bounded(group: InstanceGroup) -> bool:
+    reclaim = quota.reclaim_of(group)
+    return reclaim.reclaim_step_size > 0 or reclaim.reclaim_step_percentage > 0
+
+
+def _bounds(group: InstanceGroup, excess: Excess) -> tuple[int, int]:
+    """What one round takes of an excess at most: in its unit, and in bytes."""
+    reclaim = quota.reclaim_of(group)
+    amount, bytes_max = excess.amount, reclaim.reclaim_step_size or quota.UNLIMITED
+    if reclaim.reclaim_step_percentage and excess.limit < quota.UNLIMITED:
+        share = excess.limit * reclaim.reclaim_step_percentage // 100
+        amount = min(amount, max(1, share))
+    return amount, bytes_max
+
+
+def _enough(entries: Sequence[Entry], amount: int, bytes_max: int, in_blocks: bool) -> list[Entry]:
+    """As many of ``entries`` as it takes, one at least."""
+    taken: list[Entry] = []
+    for entry in entries:
+        if amount <= 0 or bytes_max <= 0:
+            break
+        taken.append(entry)
+        amount -= entry.held.blocks if in_blocks else entry.held.counted
+        bytes_max -= entry.held.counted
+    return taken

@@ -80,15 +80,24 @@ def usage_document(report: UsageReport) -> dict[str, Any]:
             {"group": group, "storage_type": kind, **_usage(usage)}
             for (group, kind), usage in sorted(report.group_types.items())
         ],
+        "refused_writes": _refusals(report.refused),
+        "cut_writes": _refusals(report.cut),
         "sessions": report.sessions,
         "extents": report.extents,
         "quarantined": report.quarantined,
     }
 
 
-def _usages(usages: dict[str, Usage]) -> dict[str, dict[str, int]]:
+def _refusals(counts: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+    return [
+        {"group": group, "reason": reason, "count": count}
+        for (group, reason), count in sorted(counts.items())
+    ]
+
+
+def _usages(usages: dict[str, Usage]) -> dict[str, dict[str, Any]]:
     return {name: _usage(usage) for name, usage in sorted(usages.items())}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     return {**asdict(usage), "counted_bytes": usage.counted_bytes}

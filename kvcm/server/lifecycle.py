@@ -14,6 +14,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvcm._pb import admin_pb2, meta_pb2
@@ -217,7 +218,7 @@ class Manager:
             ADMIN,
             admin_calls,
             self.settings.admin_http_port,
-            usage=cache.usage,
+            usage=partial(cache.usage, ahead=True),
             metrics=metrics,
             repair=cache.repair,
         )

@@ -30,7 +30,19 @@ class _Manager(Collector):
         yield from self._calls()
         report = self._usage()
         yield _bytes("kvcm_group_bytes", "group", report.groups)
+        yield from _limits("kvcm_group", "group", report.groups)
         yield _bytes("kvcm_storage_bytes", "storage", report.storages)
+        yield from _limits("kvcm_storage", "storage", report.storages)
+        yield _refusals(
+            "kvcm_refused_writes",
+            "Writes of which a limit let nothing through, by group and reason.",
+            report.refused,
+        )
+        yield _refusals(
+            "kvcm_cut_writes",
+            "Writes of which a limit let only a leading part through, by group and reason.",
+            report.cut,
+        )
         yield GaugeMetricFamily("kvcm_write_sessions", "Open write sessions.", report.sessions)
         yield GaugeMetricFamily("kvcm_extents", "Extents in the index.", report.extents)
         yield CounterMetricFamily(
@@ -65,6 +77,30 @@ def _bytes(name: str, label: str, usages: dict[str, Usage]) -> Metric:
     for key, usage in usages.items():
         for state in _STATES:
             family.add_metric([key, state], getattr(usage, f"{state}_bytes"))
+    return family
+
+
+def _limits(prefix: str, label: str, usages: dict[str, Usage]) -> Iterable[Metric]:
+    """Gauges of limits; what has no limit, or no mark, has no sample."""
+    texts = {
+        "capacity": "Bytes that the limit allows.",
+        "effective": "Bytes that it could hold now; less than the capacity on full storages.",
+        "high": "Bytes above which eviction begins.",
+        "low": "Bytes at which it stops.",
+    }
+    for name, text in texts.items():
+        family = GaugeMetricFamily(f"{prefix}_{name}_bytes", text, labels=[label])
+        for key, usage in usages.items():
+            value = getattr(usage.limit, name) if usage.limit is not None else None
+            if value is not None:
+                family.add_metric([key], value)
+        yield family
+
+
+def _refusals(name: str, text: str, counts: dict[tuple[str, str], int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["group", "reason"])
+    for (group, reason), count in sorted(counts.items()):
+        family.add_metric([group, reason], count)
     return family
 
 

@@ -56,6 +56,10 @@ class CacheOptions(_Section):
     write_timeout_s_max: int = Field(default=limits.WRITE_TIMEOUT_S_MAX, ge=1)
     grace_s_min: float = Field(default=limits.GRACE_S_MIN, ge=0, allow_inf_nan=False)
     """Bytes of a retired block stay readable at least this long."""
+    room_wait_s: float = Field(
+        default=limits.ROOM_WAIT_S_DEFAULT, ge=0, le=limits.ROOM_WAIT_S_MAX, allow_inf_nan=False
+    )
+    """How long a write that a limit cut waits for eviction to make room."""
     shards_max: int = Field(default=64, ge=limits.SHARDS_MIN, le=limits.SHARDS_MAX)
     """Upper bound of an instance's shards."""
 

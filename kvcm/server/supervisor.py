@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvcm.core.clock import Clock
 
@@ -27,6 +27,15 @@ class Loop(Protocol):
 
     async def run_once(self, now: float) -> Any:
         """One step; ``now`` is the monotonic clock."""
+
+
+@runtime_checkable
+class Waking(Protocol):
+    """A loop that need not wait for its period when there is something to do."""
+
+    @property
+    def wakeup(self) -> asyncio.Event:
+        """Set when the next run is wanted at once; the run clears it."""
 
 
 class Supervisor:
@@ -56,7 +65,21 @@ class Supervisor:
             except Exception:
                 failures += 1
                 log.exception("background loop %r failed (%d in a row)", loop.name, failures)
-            await self._clock.sleep(back_off(loop.period_s, failures))
+            await self._pause(loop, back_off(loop.period_s, failures), failures)
+
+    async def _pause(self, loop: Loop, seconds: float, failures: int) -> None:
+        if failures or not isinstance(loop, Waking):
+            await self._clock.sleep(seconds)
+            return
+        pauses = [
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+            asyncio.ensure_future(loop.wakeup.wait()),
+        ]
+        try:
+            await asyncio.wait(pauses, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pause in pauses:
+                pause.cancel()
 
 
 def back_off(period_s: float, failures: int) -> float:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pydantic import SecretStr
 
-from kvcm.cache.api import CacheService
+from kvcm.cache.api import CacheService, UsageReport
 from kvcm.cache.base import CacheSettings
 from kvcm.cache.manager import CacheManager
 from kvcm.core.clock import Clock
@@ -20,6 +20,8 @@ from kvcm.reclaimer.repair import Repair, ScrubLoop
 from kvcm.reclaimer.repair_scope import RepairPorts
 from kvcm.registry.database import with_password
 from kvcm.registry.registry import Registry
+from kvcm.registry.view import RegistryView
+from kvcm.server import previews
 from kvcm.server.backends import BackendSet
 from kvcm.server.settings import Settings
 from kvcm.server.supervisor import Loop
@@ -144,12 +146,16 @@ class Manager(CacheManager):
             index=self.index,
             clock=self._clock,
             groups=lambda: registry.view.groups.values(),
+            storages=lambda: registry.view.storages.values(),
             backend=self._backends.get,
             registered=lambda name: name in registry.view.storages,
             grace_s=self._grace_s,
             late_s=float(settings.write_timeout_s_max),
             forget_instance=registry.forget_instance,
         )
+
+    def _look_ahead(self, report: UsageReport, view: RegistryView) -> None:
+        previews.look_ahead(report, self.index, view)
 
     def _grace_s(self, group: str) -> float:
         found = self._registry.view.groups.get(group)
@@ -175,6 +181,7 @@ def build_cache(
             write_timeout_s_default=options.write_timeout_s_default,
             write_timeout_s_max=options.write_timeout_s_max,
             grace_s_min=options.grace_s_min,
+            room_wait_s=options.room_wait_s,
         ),
     )
     manager.scrub_per_second = settings.repair.scrub_per_second

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ def group(
     delay_ms: int = 1000,
     max_keys: int = 0,
     version: int = 1,
+    low: float = 0.0,
+    **reclaim: int,
 ) -> InstanceGroup:
     """An instance group; no trigger unless asked for."""
     return InstanceGroup(
@@ -143,6 +145,8 @@ def group(
             reclaim_strategy=CacheReclaimStrategy(
                 trigger_strategy=TriggerStrategy(used_percentage=percentage, used_size=size),
                 delay_before_delete_ms=delay_ms,
+                low_percentage=low,
+                **reclaim,
             ),
             meta_indexer_config=MetaIndexerConfig(max_key_count=max_keys, mutex_shard_num=16),
         ),
@@ -211,6 +215,7 @@ class Harness:
         store_kind: ``memory`` or ``rocksdb``.
         store: takes the place of ``store_kind``.
         root: a folder of its own; made and removed when None.
+        space: fields of storages, as ``capacity_bytes``.
     """
 
     def __init__(
@@ -226,6 +231,7 @@ class Harness:
         grace_s: float = GRACE_S,
         timeout_max_s: int = 600,
         turns: int = 0,
+        space: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.root = root or Path(tempfile.mkdtemp(prefix="kvcm-cache-test-"))
         self.root.mkdir(parents=True, exist_ok=True)
@@ -233,13 +239,16 @@ class Harness:
         self.clock = SimClock()
         self.groups = tuple(groups) or (group(storages=storages),)
         self.storages = tuple(
-            StorageConfig(
-                global_unique_name=name,
-                type=StorageType.NFS,
-                spec={
-                    "root_path": str(self.root / name),
-                    "key_count_per_file": keys_per_file,
-                },
+            StorageConfig.model_validate(
+                {
+                    "global_unique_name": name,
+                    "type": StorageType.NFS,
+                    "spec": {
+                        "root_path": str(self.root / name),
+                        "key_count_per_file": keys_per_file,
+                    },
+                }
+                | dict((space or {}).get(name, {}))
             )
             for name in storages
         )
@@ -247,6 +256,8 @@ class Harness:
             grace_s_min=grace_s,
             read_cache_bytes=cache_bytes,
             write_timeout_s_max=timeout_max_s,
+            # Simulated time stands still while a test waits for an answer.
+            room_wait_s=0.0,
         )
         self.inner: KVStore = store or (
             MemoryStore(clock=self.clock)

@@ -129,7 +129,7 @@ class StandInCache:
     def busy_instance_uids(self) -> set[str]:
         return set()
 
-    def usage(self) -> UsageReport:
+    def usage(self, *, ahead: bool = False) -> UsageReport:
         return UsageReport(
             groups={"default": Usage(serving_bytes=7, serving_blocks=1)},
             group_types={("default", "file"): Usage(serving_bytes=7, serving_blocks=1)},
