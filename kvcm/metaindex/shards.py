@@ -100,6 +100,8 @@ class Shards:
         self._fences: dict[int, Fence] = {}
         self._known: dict[int, dict[bytes, int]] = {}
         self._commits: dict[int, int] = {}
+        self._counted: dict[int, Fence] = {}
+        """Whose claim brought a shard's counters: they hold all that was committed before it."""
         self._suspect: set[int] = set()
         self._claiming = asyncio.Lock()
         self.turnstile = Turnstile()
@@ -179,6 +181,7 @@ class Shards:
                 self._suspect.add(number)
             self._commits[number] = claim.commit_number
             self._take_counters(number, dict(claim.counters))
+            self._counted[number] = fence
             if number in self._suspect:
                 again.append(number)
             else:
@@ -309,7 +312,7 @@ class Shards:
             has_applied = Outcome.APPLIED in result.outcomes
             if result.commit_number < known[number] + has_applied:
                 self._went_back(number, fences[number])
-            elif self._fences.get(number, fences[number]) == fences[number]:
+            elif self._counted[number] == fences[number]:
                 self._commits[number] = max(self._commits.get(number, 0), result.commit_number)
                 self._applied(number, mutations, result.outcomes)
             answers.append(result.outcomes)
