@@ -38,7 +38,7 @@ def fsck(
 
     Exit code 0: all is well; 1: damage was found; 2: it could not look everywhere.
 
-    Example: kvcm admin fsck
+    Example: kvcm admin fsck --fix
     """
     asked = {"fix": fix, "force": force, "instance": instance, "storage": storage}
     url = f"{http_address(target)}/v1/fsck"

@@ -18,7 +18,7 @@ from kvcm.client import AdminClient, Client
 
 def fsck(manager: LocalManager, *arguments: str) -> Result:
     http = f"http://{manager.host}:{manager.admin_http_port}"
-    return CliRunner().invoke(build_app(), ["admin", "fsck", "--http", http, *arguments])
+    return CliRunner().invoke(build_app(), ["admin", "fsck", "--target", http, *arguments])
 
 
 def report_of(result: Result) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_what_it_cannot_do_ends_with_two(manager: LocalManager) -> None:
     for arguments, message in (
         (("--instance", "nobody"), "instance 'nobody' does not exist"),
         (("--storage", "nowhere"), "storage 'nowhere' does not exist"),
-        (("--http", "http://127.0.0.1:1"), "http://127.0.0.1:1"),
+        (("--target", "http://127.0.0.1:1"), "http://127.0.0.1:1"),
     ):
         result = fsck(manager, *arguments)
         assert result.exit_code == 2
