@@ -68,12 +68,12 @@ MEANING = {
     "cache.write_timeout_s_max": "Seconds. Longer wishes are cut to this.",
     "cache.grace_s_min": "Seconds. Bytes of a block that is gone stay readable at least this long; "
     "a group's `delay_before_delete_ms` may ask for more.",
-    "cache.room_wait_s": "Seconds. A write that a limit cut waits so long for eviction to make room, "
-    "if eviction can.",
+    "cache.room_wait_s": "Seconds. A write that a limit cut waits so long for eviction to make "
+    "room, if eviction can.",
     "cache.shards_max": "Most shards of one instance's index, fixed when it registers. A "
     "power of two.",
-    "repair.scrub_per_second": "Records and files that the background repair looks at in a second; 0 "
-    "turns it off. See [operations](operations.md#repair).",
+    "repair.scrub_per_second": "Records and files that the background repair looks at in a "
+    "second; 0 turns it off. See [operations](operations.md#repair).",
     "rocksdb.sync": "fsync every commit. See [operations](operations.md) for what it protects.",
     "rocksdb.cache_bytes": "Bytes of RocksDB's own block cache.",
 }
