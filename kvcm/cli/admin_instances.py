@@ -18,7 +18,7 @@ from kvcm.cli.admin_common import (
     pairs,
     parse_bytes,
 )
-from kvcm.cli.output import exact_bytes, print_json, table
+from kvcm.cli.output import human_bytes, print_json, table
 from kvcm.client import InstanceInfo
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import ModelDeployment
@@ -39,15 +39,9 @@ def list_instances(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """The instances.
-
-    Example: kvcm admin instance list --group default
-    """
+    """The instances."""
     with admin(target) as client:
         found = client.list_instance_info(group)
-        if group and not found:
-            # A group that does not exist is told apart from an empty one.
-            client.get_instance_group(group)
     if as_json:
         print_json([_plain(info) for info in found])
         return
@@ -72,10 +66,7 @@ def list_instances(
 def show_instance(
     instance_id: IdArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
 ) -> None:
-    """One instance.
-
-    Example: kvcm admin instance show llama-8b
-    """
+    """One instance."""
     with admin(target) as client:
         info = client.get_instance_info(instance_id)
     if as_json:
@@ -86,7 +77,7 @@ def show_instance(
         ("quota group", info.quota_group_name),
         ("tokens a block", f"{info.block_size:,}"),
     ]
-    rows += [(f"spec {spec.name}", exact_bytes(spec.size)) for spec in info.location_spec_infos]
+    rows += [(f"spec {spec.name}", human_bytes(spec.size)) for spec in info.location_spec_infos]
     rows += [(f"spec group {g.name}", ", ".join(g.spec_names)) for g in info.location_spec_groups]
     if info.model_deployment is not None:
         rows += [(name, str(value)) for name, value in info.model_deployment if value]
@@ -110,10 +101,7 @@ def register_instance(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Register an instance; again with the same data is fine.
-
-    Example: kvcm admin instance register llama-8b --block-size 16 --spec tp0=4096 --spec tp1=4096
-    """
+    """Register an instance; again with the same data is fine."""
     with admin(target) as client:
         sizes = {name: parse_bytes(size) for name, size in pairs(spec, "--spec").items()}
         if not sizes:
@@ -140,10 +128,7 @@ def remove_instance(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove an instance and all its blocks.
-
-    Example: kvcm admin instance remove llama-8b
-    """
+    """Remove an instance and all its blocks."""
     with admin(target) as client:
         confirm(f"Remove instance {instance_id} and all its blocks?", yes)
         client.remove_instance(instance_id, instance_group=group)

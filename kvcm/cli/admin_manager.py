@@ -1,4 +1,4 @@
-"""``kvcm admin`` snapshot, account, health, metrics, logger: the manager itself."""
+"""``kvcm admin`` usage, snapshot, account, health, metrics, logger: the manager itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
 import typer
 
 from kvcm.cli.admin_common import (
     DEFAULT_TARGET,
+    TIMEOUT_S,
     JsonOption,
     TargetOption,
     YesOption,
@@ -22,9 +24,11 @@ from kvcm.cli.admin_common import (
     done,
     read_text,
 )
-from kvcm.cli.output import one_line_errors, print_json, table
-from kvcm.core.errors import InvalidArgument, KvcmError
+from kvcm.cli.output import human_bytes, one_line_errors, print_json, table
+from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
 from kvcm.core.types import AccountRole
+
+HTTP_TARGET = "http://127.0.0.1:6492"
 
 snapshot = typer.Typer(no_args_is_help=True, help="The whole configuration as one JSON file.")
 account = typer.Typer(no_args_is_help=True, help="Accounts.")
@@ -39,11 +43,42 @@ class Role(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    app.command("usage")(usage)
     app.add_typer(snapshot, name="snapshot")
     app.add_typer(account, name="account")
     app.command("health")(health)
     app.command("metrics")(metrics)
     app.command("logger")(logger)
+
+
+def usage(
+    http: Annotated[str, typer.Option("--http", help="Admin HTTP address.")] = HTTP_TARGET,
+    as_json: JsonOption = False,
+) -> None:
+    """Space used, by group, instance and storage."""
+    with one_line_errors():
+        report = _get_json(f"{http.rstrip('/')}/v1/usage")
+    if as_json:
+        print_json(report)
+        return
+    for title in ("groups", "instances", "storages"):
+        entries = report.get(title)
+        named = entries.items() if isinstance(entries, dict) else ()
+        table(
+            title,
+            ("name", "serving", "being written", "blocks", "dead", "trash"),
+            (
+                (
+                    name,
+                    human_bytes(_int(entry, "serving_bytes")),
+                    human_bytes(_int(entry, "open_bytes")),
+                    _int(entry, "serving_blocks"),
+                    human_bytes(_int(entry, "dead_bytes")),
+                    human_bytes(_int(entry, "trash_bytes")),
+                )
+                for name, entry in sorted(named)
+            ),
+        )
 
 
 @snapshot.command("export")
@@ -53,10 +88,7 @@ def export_snapshot(
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
 ) -> None:
-    """Write the registry as JSON. It holds password hashes: the file is made for you alone.
-
-    Example: kvcm admin snapshot export -o registry.json
-    """
+    """Write the registry as JSON. It holds password hashes: the file is made for you alone."""
     with admin(target) as client:
         text = client.gen_config_snapshot()
     if output is None:
@@ -74,10 +106,7 @@ def import_snapshot(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace the whole registry. Refused when an instance that holds blocks would go.
-
-    Example: kvcm admin snapshot import registry.json
-    """
+    """Replace the whole registry. Refused when an instance that holds blocks would go."""
     with admin(target) as client:
         text = read_text(file)
         confirm("Replace all storages, groups, instances and accounts?", yes)
@@ -87,10 +116,7 @@ def import_snapshot(
 
 @account.command("list")
 def list_accounts(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """All accounts.
-
-    Example: kvcm admin account list
-    """
+    """All accounts."""
     with admin(target) as client:
         found = client.list_account()
     rows = [(item.user_name, item.role.name.lower()) for item in found]
@@ -110,10 +136,7 @@ def add_account(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Add an account. The password is asked for, never an argument others could see.
-
-    Example: kvcm admin account add alice --role admin
-    """
+    """Add an account. The password is asked for, never an argument others could see."""
     with admin(target) as client:
         if password_stdin:
             password = sys.stdin.readline().rstrip("\r\n")
@@ -132,10 +155,7 @@ def delete_account(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete an account.
-
-    Example: kvcm admin account delete alice
-    """
+    """Delete an account."""
     with admin(target) as client:
         confirm(f"Delete account {user_name}?", yes)
         client.delete_account(user_name)
@@ -143,10 +163,7 @@ def delete_account(
 
 
 def health(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """Whether the manager is well and who leads; exit code 1 when it is not well.
-
-    Example: kvcm admin health --json
-    """
+    """Whether the manager is well and who leads; exit code 1 when it is not well."""
     with admin(target) as client:
         found = client.check_health()
         cluster = client.get_manager_cluster_info()
@@ -167,10 +184,7 @@ def metrics(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """The manager's metrics at this moment.
-
-    Example: kvcm admin metrics hit
-    """
+    """The manager's metrics at this moment."""
     with admin(target) as client:
         found = client.get_metrics()
     chosen = [metric for metric in found.metrics if name in metric.name]
@@ -204,13 +218,40 @@ def logger(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Set a log level of the running manager.
-
-    Example: kvcm admin logger debug kvcm.cache
-    """
+    """Set a log level of the running manager."""
     with admin(target) as client:
         client.update_logger(module, level)
     done(f"{module or 'all modules'} log from {level} on", as_json)
+
+
+def _get_json(url: str) -> dict[str, Any]:
+    """GET a JSON object.
+
+    Raises:
+        KvcmError: no connection, no 200, or no object.
+    """
+    try:
+        reply = httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise InvalidArgument(f"{url}: {error}") from error
+    except httpx.ConnectError as error:
+        raise Unavailable(f"{url}: {error}") from error
+    except httpx.HTTPError as error:
+        raise OutcomeUnknown(f"{url}: {error or type(error).__name__}") from error
+    if reply.status_code != 200:
+        raise KvcmError(f"{url}: HTTP status {reply.status_code}")
+    try:
+        value = reply.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise KvcmError(f"{url}: no JSON object: not a KV cache manager's admin port?")
+    return value
+
+
+def _int(entry: Any, name: str) -> int:
+    value = entry.get(name, 0) if isinstance(entry, dict) else 0
+    return int(value)
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 import kvcm
 from kvcm.cache.api import Usage, UsageReport
 from kvcm.reclaimer.repair import Repair
-from kvcm.server import openapi, prometheus, repair_routes
+from kvcm.reclaimer.space import SpaceControl
+from kvcm.server import openapi, prometheus, repair_routes, space_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Sources:
     usage: Callable[[], UsageReport] | None = None
     metrics: Callable[[], bytes] | None = None
     repair: Repair | None = None
+    space: SpaceControl | None = None
 
 
 def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
@@ -44,7 +46,8 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
 
         @app.get("/v1/usage", summary="Space by instance, group, storage and storage type")
         async def get_usage() -> JSONResponse:
-            return JSONResponse(usage_document(usage()))
+            late = {"awaiting_second_delete": space_routes.awaiting_second_delete(sources.space)}
+            return JSONResponse(usage_document(usage()) | late)
 
     if (metrics := sources.metrics) is not None:
 
@@ -54,6 +57,7 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
 
     if sources.repair is not None:
         repair_routes.add(app, sources.repair)
+    space_routes.add(app, sources.space)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

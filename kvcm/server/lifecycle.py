@@ -33,6 +33,7 @@ from kvcm.server.leadership import Leadership
 from kvcm.server.meta_service import MetaService
 from kvcm.server.repair_metrics import RepairMetrics
 from kvcm.server.settings import Settings
+from kvcm.server.space_metrics import SpaceMetrics
 from kvcm.server.store_watch import StoreWatch
 from kvcm.server.supervisor import Supervisor
 
@@ -210,7 +211,7 @@ class Manager:
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
         )
         repair = [RepairMetrics(cache.repair)] if cache.repair is not None else []
-        metrics = prometheus.exposition(stats, cache.usage, *repair)
+        metrics = prometheus.exposition(stats, cache.usage, *repair, SpaceMetrics(cache.space))
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
         http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
         admin_http = self._bind_http(
@@ -221,6 +222,7 @@ class Manager:
             usage=partial(cache.usage, ahead=True),
             metrics=metrics,
             repair=cache.repair,
+            space=cache.space,
         )
         self.ports = Ports(rpc, http, admin_rpc, admin_http)
         # Also what the gRPC health service says from the first call on.

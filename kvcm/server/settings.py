@@ -78,6 +78,19 @@ class RepairOptions(_Section):
     """Records and files that the scrubber looks at; 0 turns it off."""
 
 
+class DeletingOptions(_Section):
+    """How the bytes of retired blocks are deleted."""
+
+    tries_max: int = Field(default=10, ge=1, le=1_000)
+    """Failures in a row after which an object counts as a dead letter."""
+    dead_letter_retry_s: float = Field(default=3_600.0, ge=1, le=604_800, allow_inf_nan=False)
+    """How often dead letters are tried again."""
+    calls_at_once: int = Field(default=8, ge=1, le=1_024)
+    """Delete calls under way over all storages; one that takes long does not count."""
+    calls_per_storage: int = Field(default=2, ge=1, le=64)
+    """Delete calls under way on one storage."""
+
+
 class RocksDbOptions(_Section):
     """The embedded index store."""
 
@@ -129,6 +142,7 @@ class Settings(_Section):
     probe_period_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """How often storages are probed and failed ones opened again."""
     cache: CacheOptions = CacheOptions()
+    deleting: DeletingOptions = DeletingOptions()
     repair: RepairOptions = RepairOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
 

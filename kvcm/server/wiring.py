@@ -14,10 +14,11 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import ConfigError
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
-from kvcm.reclaimer.base import Surroundings
+from kvcm.reclaimer.base import DeleteOptions, Surroundings
 from kvcm.reclaimer.loops import build_loops
 from kvcm.reclaimer.repair import Repair, ScrubLoop
 from kvcm.reclaimer.repair_scope import RepairPorts
+from kvcm.reclaimer.space import SpaceControl
 from kvcm.registry.database import with_password
 from kvcm.registry.registry import Registry
 from kvcm.registry.view import RegistryView
@@ -33,6 +34,7 @@ class ManagedCache(CacheService, Protocol):
 
     loops: list[Loop]
     repair: Repair | None
+    space: SpaceControl | None
 
     async def open(self) -> None: ...
 
@@ -122,6 +124,8 @@ class Manager(CacheManager):
     loops: list[Loop]
     repair: Repair | None = None
     scrub_per_second: int = 0
+    space: SpaceControl | None = None
+    deletes = DeleteOptions()
 
     async def open(self) -> None:
         """Open the use cases, then make the loops (nothing runs yet)."""
@@ -132,7 +136,9 @@ class Manager(CacheManager):
                 around, lambda: self._registry.view, self._backends.get, self._backends.available
             )
         )
-        self.loops = [*build_loops(around), ScrubLoop(self.repair, self.scrub_per_second)]
+        loops = build_loops(around)
+        self.space = SpaceControl(loops)
+        self.loops = [*loops, ScrubLoop(self.repair, self.scrub_per_second)]
 
     async def close(self) -> None:
         """End a repair run, then as the use cases."""
@@ -152,6 +158,7 @@ class Manager(CacheManager):
             grace_s=self._grace_s,
             late_s=float(settings.write_timeout_s_max),
             forget_instance=registry.forget_instance,
+            deletes=self.deletes,
         )
 
     def _look_ahead(self, report: UsageReport, view: RegistryView) -> None:
@@ -185,4 +192,11 @@ def build_cache(
         ),
     )
     manager.scrub_per_second = settings.repair.scrub_per_second
+    deleting = settings.deleting
+    manager.deletes = DeleteOptions(
+        tries_max=deleting.tries_max,
+        dead_letter_retry_s=deleting.dead_letter_retry_s,
+        at_once=deleting.calls_at_once,
+        per_storage=deleting.calls_per_storage,
+    )
     return manager

@@ -32,6 +32,7 @@ class StandInCache:
         self.registry = registry
         self.loops: list[Any] = []
         self.repair: Any = None
+        self.space: Any = None
         self.requests: list[Any] = []
         self.abandoned: list[str] = []
         self.cancelled: list[str] = []
