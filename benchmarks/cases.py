@@ -17,9 +17,9 @@ import grpc
 import httpx
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks import aioload, fill, load, machine, workload
+from benchmarks import aioload, echo, fill, load, machine, workload
 from benchmarks.fill import WrongAnswer
-from benchmarks.load import Loaded, Target, TooShort
+from benchmarks.load import GRPC_PREFIX_BYTES, Loaded, Target, TooShort
 from benchmarks.workload import Chains, Keys
 from kvcm._pb import meta_pb2 as pb
 from kvcm.cli.local_manager import LocalManager, running_manager
@@ -70,7 +70,8 @@ def run(options: Options, say: Say) -> Rows:
     """Measure everything asked for; rows by case."""
     rows: Rows = defaultdict(list)
     for extent in options.extents:
-        with tempfile.TemporaryDirectory(prefix="kvcm-bench-") as name:
+        # A short name: the storage's root stands in every location.
+        with tempfile.TemporaryDirectory(prefix="b") as name:
             Measurement(Path(name), options, extent, rows, say).run()
     return rows
 
@@ -133,7 +134,7 @@ class Measurement:
     def _manager(self) -> Iterator[LocalManager]:
         """A manager on its own core; this process and its loaders stay on the other."""
         contents = self._folder / "bootstrap.json"
-        contents.write_text(json.dumps(workload.bootstrap_document(str(self._folder / "blocks"))))
+        contents.write_text(json.dumps(workload.bootstrap_document(str(self._folder / "s"))))
         data = self._folder / "data"
         data.mkdir(exist_ok=True)
         machine.pin(machine.SERVER_CPU)
@@ -152,10 +153,25 @@ class Measurement:
         rates: dict[int, float] = {}
         for size in self._options.sizes:
             rates[size] = self._lookup(manager, size, "all hits", size, self._chains.pick)
+            if self._extent == _REFERENCE_EXTENT:
+                self._floor(size, int(self._rows["lookup"][-1]["reply_bytes"]))
         if self._extent == _REFERENCE_EXTENT:
             for size in self._options.sizes:
                 self._lookup(manager, size, "miss at the first", 0, self._unknown)
         return rates
+
+    def _floor(self, size: int, reply_bytes: int) -> None:
+        """Requests and replies of the same sizes without anything of ours in between."""
+
+        def prepare(count: int) -> tuple[list[bytes], int]:
+            picked = self._chains.pick(size, count)
+            return [workload.lookup_message(k).SerializeToString() for k in picked], reply_bytes
+
+        with echo.running_echo(reply_bytes - GRPC_PREFIX_BYTES) as (pid, address):
+            measured = self._rounds(pid, Target(address, json=False), prepare)
+        rate = float(measured["requests_per_s"])
+        answer = "(bare grpc.aio)"
+        self._add("lookup", keys=size, answer=answer, mkeys_per_s=rate * size / 1e6, **measured)
 
     def _unknown(self, size: int, count: int) -> list[Keys]:
         return [self._chains.new_keys(size) for _ in range(count)]
@@ -175,18 +191,18 @@ class Measurement:
             bodies = [workload.lookup_message(keys).SerializeToString() for keys in picked]
             return bodies, fill.reply_bytes(target.address, picked[0], expected)
 
-        measured = self._rounds(manager, target, prepare)
+        measured = self._rounds(manager.process.pid, target, prepare)
         rate = float(measured["requests_per_s"])
         self._add("lookup", keys=size, answer=answer, mkeys_per_s=rate * size / 1e6, **measured)
         return rate
 
     def _rounds(
         self,
-        manager: LocalManager,
+        pid: int,
         target: Target,
         prepare: Callable[[int], tuple[list[bytes], int]],
     ) -> dict[str, Any]:
-        """Medians over rounds, each with bodies of its own."""
+        """Medians over rounds, each with bodies of its own; ``pid`` is the server's."""
         options = self._options
         alone: list[Loaded] = []
         together: list[Loaded] = []
@@ -197,12 +213,13 @@ class Measurement:
             # Long enough for ten turns of everything in flight, should calls be slow.
             turn = alone[-1].percentile(50) / 1e3 * options.in_flight
             seconds = max(options.seconds, 10 * turn)
-            before = machine.cpu_seconds(manager.process.pid)
+            before = machine.cpu_seconds(pid)
             together.append(_load(target, bodies, seconds, options.streams, reply))
-            used = machine.cpu_seconds(manager.process.pid) - before
+            used = machine.cpu_seconds(pid) - before
             cpu.append(used / together[-1].requests)
         rates = [one.rate for one in together]
         return {
+            "reply_bytes": reply,
             "p50_ms": statistics.median(one.percentile(50) for one in alone),
             "p99_ms": statistics.median(one.percentile(99) for one in alone),
             "requests_per_s": statistics.median(rates),
@@ -223,7 +240,7 @@ class Measurement:
                 bodies = [_json_body(keys) for keys in picked]
                 return bodies, _json_reply_bytes(target, bodies[0], size)
 
-            measured = self._rounds(manager, target, prepare)
+            measured = self._rounds(manager.process.pid, target, prepare)
             rate = float(measured["requests_per_s"])
             ratio = grpc_rates[size] / rate if size in grpc_rates else None
             self._add(

@@ -23,6 +23,8 @@ HINT = (
 )
 GRPC_PATH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
 GRPC_HEADERS = ("content-type: application/grpc", "te: trailers")
+GRPC_PREFIX_BYTES = 5
+"""A flag and the length, before each message."""
 JSON_PATH = "/api/getCacheLocation"
 JSON_HEADERS = ("content-type: application/json",)
 _TRAFFIC = re.compile(r"traffic: .* \((\d+)\) data$", re.MULTILINE)

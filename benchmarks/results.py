@@ -38,6 +38,7 @@ class Case:
 
 _EXTENT = Column("extent", "blocks per StartWrite")
 _KEYS = Column("keys", "keys", "{:,}")
+_REPLY = Column("reply_bytes", "reply bytes", "{:,}")
 _LATENCY = (
     Column("p50_ms", "p50 ms", "{:.2f}"),
     Column("p99_ms", "p99 ms", "{:.2f}"),
@@ -50,14 +51,16 @@ CASES = (
     Case(
         "lookup",
         "GetCacheLocation over gRPC",
-        (Column("answer", "answer"), _EXTENT, _KEYS, *_LATENCY),
+        (Column("answer", "answer"), _EXTENT, _KEYS, _REPLY, *_LATENCY),
         "p50 and p99: one request in flight. requests/s and keys/s: {in_flight} in flight. CPU: "
-        "what the manager used, which other programs on the machine change less.",
+        "what the manager used, which other programs on the machine change less. (bare grpc.aio): "
+        "a server that answers with so many bytes and does nothing else (`benchmarks/echo.py`), "
+        "the floor of any manager on this transport.",
     ),
     Case(
         "json",
         "GetCacheLocation as JSON over HTTP",
-        (_EXTENT, _KEYS, *_LATENCY, Column("grpc_ratio", "gRPC is faster by", "{:.1f} ×")),
+        (_EXTENT, _KEYS, _REPLY, *_LATENCY, Column("grpc_ratio", "gRPC is faster by", "{:.1f} ×")),
         "As above; the ratio is that of requests/s.",
     ),
     Case(

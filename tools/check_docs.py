@@ -135,8 +135,16 @@ def _unparsed(command: Any, words: list[str], is_whole: bool) -> str:
 
 
 def _helps(command: Any, path: str, page: Path) -> Iterator[Complaint]:
-    if not (command.help or "").strip():
+    said = command.help or ""
+    if not said.strip():
         yield Complaint(page, f"`{path} --help` says nothing")
+    examples = re.findall(r"^Example: (kvcm .*)$", said, re.MULTILINE)
+    if path.startswith("kvcm admin ") and not hasattr(command, "commands") and not examples:
+        yield Complaint(page, f"`{path} --help` gives no example")
+    for example in examples:
+        words = shlex.split(example)
+        if problem := _unparsed(command, words[len(path.split()) :], is_whole=True):
+            yield Complaint(page, f"`{path} --help`: its example: {problem}")
     for name, child in getattr(command, "commands", {}).items():
         real = _load(name, COMMANDS[name]) if path == "kvcm" else child
         yield from _helps(real, f"{path} {name}", page)

@@ -13,8 +13,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 from kvcm.cache.api import UsageReport
+from kvcm.reclaimer.repair import Repair
+from kvcm.reclaimer.repair_scope import RepairPorts
 from kvcm.server.http_routes import Sources, build_app
 from kvcm.server.lifecycle import ADMIN, ADMIN_TITLE, META, META_TITLE
 
@@ -25,7 +28,12 @@ def documents() -> dict[Path, str]:
     """The documents by path."""
     plain = Sources(ready=lambda: True, error_body=str.encode)
     admin = Sources(
-        ready=lambda: True, error_body=str.encode, usage=UsageReport, metrics=lambda: b""
+        ready=lambda: True,
+        error_body=str.encode,
+        usage=UsageReport,
+        metrics=lambda: b"",
+        # Never run: only its routes are described.
+        repair=Repair(cast(RepairPorts, None)),
     )
     return {
         API_DIR / "openapi.json": _text(build_app(META_TITLE, META, plain).openapi()),

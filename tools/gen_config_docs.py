@@ -68,11 +68,10 @@ MEANING = {
     "cache.write_timeout_s_max": "Seconds. Longer wishes are cut to this.",
     "cache.grace_s_min": "Seconds. Bytes of a block that is gone stay readable at least this long; "
     "a group's `delay_before_delete_ms` may ask for more.",
+    "cache.room_wait_s": "Seconds. A write that a limit cut waits so long for eviction to make "
+    "room, if eviction can.",
     "cache.shards_max": "Most shards of one instance's index, fixed when it registers. A "
     "power of two.",
-    "cache.room_wait_s": "Seconds that a write which a limit cut waits for eviction to make room.",
-    "repair.scrub_per_second": "Records and files that the background repair looks at in a second; "
-    "0 turns it off.",
     "deleting.tries_max": "Failed deletes of a file, in a row, until it is a dead letter. "
     "See [operations](operations.md#files-that-cannot-be-deleted).",
     "deleting.dead_letter_retry_s": "Seconds between two tries of a dead letter; by chance up to "
@@ -80,6 +79,8 @@ MEANING = {
     "deleting.calls_at_once": "Delete calls under way over all storages, each of up to 1,024 "
     "files. One that takes over a second does not count.",
     "deleting.calls_per_storage": "The same for one storage; there a slow one does count.",
+    "repair.scrub_per_second": "Records and files that the background repair looks at in a "
+    "second; 0 turns it off. See [operations](operations.md#repair).",
     "rocksdb.sync": "fsync every commit. See [operations](operations.md) for what it protects.",
     "rocksdb.cache_bytes": "Bytes of RocksDB's own block cache.",
 }

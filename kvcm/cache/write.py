@@ -18,6 +18,7 @@ from kvcm.cache.base import Context
 from kvcm.cache.files import Files
 from kvcm.cache.locks import KeyLocks
 from kvcm.cache.plan import Plan, Planner, keys_of, needed_specs, runs_of, subsets_of
+from kvcm.cache.rowlimit import with_room
 from kvcm.core import quota
 from kvcm.core.errors import (
     InvalidArgument,
@@ -220,10 +221,11 @@ class Writes:
         entries = plan.entries
         index.book.touch_chain(entries, extent.started_ms)
         index.book.hold(entries)
-        others = {
+        found = {
             p: plan.scan.others[i] for p, i in enumerate(plan.granted) if i in plan.scan.others
         }
         try:
+            others = await with_room(index, found) if found else found
             entry = await index.grant(extent, state, others, _parents(index, extent))
             if plan.crosses:
                 index.shared.pressure.wake()

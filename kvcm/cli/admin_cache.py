@@ -43,7 +43,10 @@ def inspect(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """What the manager knows of blocks; does not count as an access."""
+    """What the manager knows of blocks; does not count as an access.
+
+    Example: kvcm admin cache inspect llama-8b 101 102
+    """
     with admin(target) as client:
         numbers = _keys(keys)
         metas = client.get_cache_meta(instance_id, numbers, detail_level=1)
@@ -65,12 +68,16 @@ def remove(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Forget blocks and free their space."""
+    """Forget blocks and free their space.
+
+    Example: kvcm admin cache remove llama-8b 101 102
+    """
     with admin(target) as client:
         numbers = _keys(keys)
-        confirm(f"Remove {len(numbers):,} blocks of {instance_id}?", yes)
+        what = "1 block" if len(numbers) == 1 else f"{len(numbers):,} blocks"
+        confirm(f"Remove {what} of {instance_id}?", yes)
         client.remove_cache(instance_id, numbers)
-    done(f"removed {len(numbers):,} blocks of {instance_id}", as_json)
+    done(f"removed {what} of {instance_id}", as_json)
 
 
 @cache.command("trim")
@@ -88,12 +95,20 @@ def trim(
     yes: YesOption = False,
     meta_target: Annotated[
         str,
-        typer.Option(help="Address of the meta service: the admin service cannot trim."),
+        typer.Option(
+            "--target",
+            "-t",
+            "--meta-target",
+            help="Address of the meta service: the admin service cannot trim.",
+        ),
     ] = META_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Forget all blocks of an instance, or those finished in a span of time."""
-    with one_line_errors():
+    """Forget all blocks of an instance, or those finished in a span of time.
+
+    Example: kvcm admin cache trim llama-8b --from 1767225600 --to 1767312000
+    """
+    with one_line_errors(meta_target):
         strategy = TrimStrategy.REMOVE_ALL_META if meta_only else TrimStrategy.REMOVE_ALL_CACHE
         if (begin is None) != (end is None):
             raise InvalidArgument("--from and --to go together")

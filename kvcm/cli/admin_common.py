@@ -30,11 +30,18 @@ from kvcm.core.types import (
 )
 
 DEFAULT_TARGET = "127.0.0.1:6491"
+HTTP_TARGET = "http://127.0.0.1:6492"
 TIMEOUT_S = 10.0
 
 TargetOption = Annotated[
     str,
     typer.Option("--target", "-t", help="host:port, grpc://… or http://… of the admin service."),
+]
+HttpTargetOption = Annotated[
+    str,
+    typer.Option(
+        "--target", "-t", "--http", help="host:port or http://… of the admin HTTP service."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -48,8 +55,13 @@ M = TypeVar("M", bound=BaseModel)
 @contextmanager
 def admin(target: str) -> Iterator[AdminClient]:
     """A connected client; errors become one line and exit code 1."""
-    with one_line_errors(), AdminClient(target, timeout=TIMEOUT_S) as client:
+    with one_line_errors(target), AdminClient(target, timeout=TIMEOUT_S) as client:
         yield client
+
+
+def http_address(target: str) -> str:
+    """The URL of the admin HTTP service, without a slash at its end."""
+    return (target if "://" in target else f"http://{target}").rstrip("/")
 
 
 def confirm(question: str, yes: bool) -> None:
@@ -75,7 +87,9 @@ def read_text(path: Path) -> str:
     """
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise InvalidArgument(f"{path}: {error}") from error
 
 

@@ -22,8 +22,9 @@ from kvcm.cli.admin_common import (
     read_object,
     storage_type_name,
 )
-from kvcm.cli.group_flags import GroupFlags, takes_group_flags
-from kvcm.cli.output import human_bytes, print_json, table
+from kvcm.cli.group_flags import GroupFlags
+from kvcm.cli.output import exact_bytes, print_json, table
+from kvcm.cli.spread import spread
 from kvcm.client import AdminClient
 from kvcm.core.errors import InvalidArgument, KvcmError
 from kvcm.core.types import AdmissionPolicy, CacheReclaimStrategy, InstanceGroup
@@ -40,7 +41,10 @@ def register(app: typer.Typer) -> None:
 
 @group.command("list")
 def list_groups(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """All groups (read from a configuration snapshot)."""
+    """All groups (read from a configuration snapshot).
+
+    Example: kvcm admin group list
+    """
     with admin(target) as client:
         groups = _groups(client)
         counts: dict[str, int] = {}
@@ -56,7 +60,7 @@ def list_groups(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = Fal
             (
                 item.name,
                 counts.get(item.name, 0),
-                human_bytes(item.quota.capacity) if item.quota else "none",
+                exact_bytes(item.quota.capacity) if item.quota else "none",
                 ", ".join(item.storage_candidates),
                 item.version,
             )
@@ -69,7 +73,10 @@ def list_groups(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = Fal
 def show_group(
     name: NameArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
 ) -> None:
-    """One group."""
+    """One group.
+
+    Example: kvcm admin group show default
+    """
     with admin(target) as client:
         found = client.get_instance_group(name)
     if as_json:
@@ -79,15 +86,19 @@ def show_group(
 
 
 @group.command("create")
-@takes_group_flags
+@spread(GroupFlags)
 def create_group(
-    flags: GroupFlags,
     name: Annotated[str | None, typer.Argument(help="The group's name.")] = None,
+    *,
+    flags: GroupFlags,
     file: FileOption = None,
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a group, from flags or a JSON file as `group show --json` prints (flags win)."""
+    """Create a group, from flags or a JSON file as `group show --json` prints (flags win).
+
+    Example: kvcm admin group create team-a --candidate nfs_01 --capacity 500GB
+    """
     with admin(target) as client:
         value = _from_file(file) if file is not None else {"name": name, "version": 1}
         if name is not None:
@@ -100,7 +111,7 @@ def create_group(
 
 
 @group.command("update")
-@takes_group_flags
+@spread(GroupFlags)
 def update_group(
     name: NameArgument,
     flags: GroupFlags,
@@ -108,7 +119,10 @@ def update_group(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Change a group; with flags what they do not name stays, a file replaces all."""
+    """Change a group; with flags what they do not name stays, a file replaces all.
+
+    Example: kvcm admin group update team-a --capacity 1TB --watermark 0.9
+    """
     with admin(target) as client:
         stored = client.get_instance_group(name)
         value = plain(stored) if file is None else _from_file(file) | {"name": name}
@@ -127,7 +141,10 @@ def remove_group(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a group."""
+    """Remove a group.
+
+    Example: kvcm admin group remove team-a
+    """
     with admin(target) as client:
         what = " with all its instances and blocks" if force else ""
         confirm(f"Remove instance group {name}{what}?", yes)
@@ -159,10 +176,10 @@ def _rows(found: InstanceGroup) -> list[tuple[str, object]]:
         ("max instances", f"{found.max_instance_count:,}"),
     ]
     if found.quota is not None:
-        rows.append(("capacity", human_bytes(found.quota.capacity)))
+        rows.append(("capacity", exact_bytes(found.quota.capacity)))
         for quota in found.quota.quota_config:
             kind = storage_type_name(quota.storage_type)
-            rows.append((f"capacity on {kind}", human_bytes(quota.capacity)))
+            rows.append((f"capacity on {kind}", exact_bytes(quota.capacity)))
     config = found.cache_config
     if config is not None:
         rows.append(("preferred storage", f"CPS_{config.data_storage_strategy.name}"))
@@ -185,13 +202,13 @@ def _reclaim_rows(reclaim: CacheReclaimStrategy) -> list[tuple[str, object]]:
     if (trigger := reclaim.trigger_strategy) is not None:
         rows.append(("watermark", f"{trigger.used_percentage:g}"))
         if trigger.used_size:
-            rows.append(("watermark in bytes", human_bytes(trigger.used_size)))
+            rows.append(("watermark in bytes", exact_bytes(trigger.used_size)))
     if reclaim.low_percentage:
         rows.append(("low watermark", f"{reclaim.low_percentage:g}"))
     if reclaim.trigger_period_seconds:
         rows.append(("seconds between rounds", f"{reclaim.trigger_period_seconds:,}"))
     if reclaim.reclaim_step_size:
-        rows.append(("evicted a round", human_bytes(reclaim.reclaim_step_size)))
+        rows.append(("evicted a round", exact_bytes(reclaim.reclaim_step_size)))
     if reclaim.reclaim_step_percentage:
         rows.append(("evicted a round", f"{reclaim.reclaim_step_percentage} %"))
     if reclaim.ttl_seconds:

@@ -18,7 +18,7 @@ from kvcm.cli.admin_common import (
     pairs,
     parse_bytes,
 )
-from kvcm.cli.output import human_bytes, print_json, table
+from kvcm.cli.output import exact_bytes, print_json, table
 from kvcm.client import InstanceInfo
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import ModelDeployment
@@ -39,9 +39,15 @@ def list_instances(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """The instances."""
+    """The instances.
+
+    Example: kvcm admin instance list --group default
+    """
     with admin(target) as client:
         found = client.list_instance_info(group)
+        if group and not found:
+            # A group that does not exist is told apart from an empty one.
+            client.get_instance_group(group)
     if as_json:
         print_json([_plain(info) for info in found])
         return
@@ -66,7 +72,10 @@ def list_instances(
 def show_instance(
     instance_id: IdArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
 ) -> None:
-    """One instance."""
+    """One instance.
+
+    Example: kvcm admin instance show llama-8b
+    """
     with admin(target) as client:
         info = client.get_instance_info(instance_id)
     if as_json:
@@ -77,7 +86,7 @@ def show_instance(
         ("quota group", info.quota_group_name),
         ("tokens a block", f"{info.block_size:,}"),
     ]
-    rows += [(f"spec {spec.name}", human_bytes(spec.size)) for spec in info.location_spec_infos]
+    rows += [(f"spec {spec.name}", exact_bytes(spec.size)) for spec in info.location_spec_infos]
     rows += [(f"spec group {g.name}", ", ".join(g.spec_names)) for g in info.location_spec_groups]
     if info.model_deployment is not None:
         rows += [(name, str(value)) for name, value in info.model_deployment if value]
@@ -101,7 +110,10 @@ def register_instance(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Register an instance; again with the same data is fine."""
+    """Register an instance; again with the same data is fine.
+
+    Example: kvcm admin instance register llama-8b --block-size 16 --spec tp0=4096 --spec tp1=4096
+    """
     with admin(target) as client:
         sizes = {name: parse_bytes(size) for name, size in pairs(spec, "--spec").items()}
         if not sizes:
@@ -128,7 +140,10 @@ def remove_instance(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove an instance and all its blocks."""
+    """Remove an instance and all its blocks.
+
+    Example: kvcm admin instance remove llama-8b
+    """
     with admin(target) as client:
         confirm(f"Remove instance {instance_id} and all its blocks?", yes)
         client.remove_instance(instance_id, instance_group=group)

@@ -1,4 +1,4 @@
-"""``kvcm admin`` usage, snapshot, account, health, metrics, logger: the manager itself."""
+"""``kvcm admin`` snapshot, account, health, metrics, logger: the manager itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 
 from kvcm.cli.admin_common import (
     DEFAULT_TARGET,
-    TIMEOUT_S,
     JsonOption,
     TargetOption,
     YesOption,
@@ -24,11 +22,9 @@ from kvcm.cli.admin_common import (
     done,
     read_text,
 )
-from kvcm.cli.output import human_bytes, one_line_errors, print_json, table
-from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
+from kvcm.cli.output import one_line_errors, print_json, table
+from kvcm.core.errors import InvalidArgument, KvcmError
 from kvcm.core.types import AccountRole
-
-HTTP_TARGET = "http://127.0.0.1:6492"
 
 snapshot = typer.Typer(no_args_is_help=True, help="The whole configuration as one JSON file.")
 account = typer.Typer(no_args_is_help=True, help="Accounts.")
@@ -43,42 +39,11 @@ class Role(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("usage")(usage)
     app.add_typer(snapshot, name="snapshot")
     app.add_typer(account, name="account")
     app.command("health")(health)
     app.command("metrics")(metrics)
     app.command("logger")(logger)
-
-
-def usage(
-    http: Annotated[str, typer.Option("--http", help="Admin HTTP address.")] = HTTP_TARGET,
-    as_json: JsonOption = False,
-) -> None:
-    """Space used, by group, instance and storage."""
-    with one_line_errors():
-        report = _get_json(f"{http.rstrip('/')}/v1/usage")
-    if as_json:
-        print_json(report)
-        return
-    for title in ("groups", "instances", "storages"):
-        entries = report.get(title)
-        named = entries.items() if isinstance(entries, dict) else ()
-        table(
-            title,
-            ("name", "serving", "being written", "blocks", "dead", "trash"),
-            (
-                (
-                    name,
-                    human_bytes(_int(entry, "serving_bytes")),
-                    human_bytes(_int(entry, "open_bytes")),
-                    _int(entry, "serving_blocks"),
-                    human_bytes(_int(entry, "dead_bytes")),
-                    human_bytes(_int(entry, "trash_bytes")),
-                )
-                for name, entry in sorted(named)
-            ),
-        )
 
 
 @snapshot.command("export")
@@ -88,7 +53,10 @@ def export_snapshot(
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
 ) -> None:
-    """Write the registry as JSON. It holds password hashes: the file is made for you alone."""
+    """Write the registry as JSON. It holds password hashes: the file is made for you alone.
+
+    Example: kvcm admin snapshot export -o registry.json
+    """
     with admin(target) as client:
         text = client.gen_config_snapshot()
     if output is None:
@@ -106,7 +74,10 @@ def import_snapshot(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace the whole registry. Refused when an instance that holds blocks would go."""
+    """Replace the whole registry. Refused when an instance that holds blocks would go.
+
+    Example: kvcm admin snapshot import registry.json
+    """
     with admin(target) as client:
         text = read_text(file)
         confirm("Replace all storages, groups, instances and accounts?", yes)
@@ -116,7 +87,10 @@ def import_snapshot(
 
 @account.command("list")
 def list_accounts(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """All accounts."""
+    """All accounts.
+
+    Example: kvcm admin account list
+    """
     with admin(target) as client:
         found = client.list_account()
     rows = [(item.user_name, item.role.name.lower()) for item in found]
@@ -136,7 +110,10 @@ def add_account(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Add an account. The password is asked for, never an argument others could see."""
+    """Add an account. The password is asked for, never an argument others could see.
+
+    Example: kvcm admin account add alice --role admin
+    """
     with admin(target) as client:
         if password_stdin:
             password = sys.stdin.readline().rstrip("\r\n")
@@ -155,7 +132,10 @@ def delete_account(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete an account."""
+    """Delete an account.
+
+    Example: kvcm admin account delete alice
+    """
     with admin(target) as client:
         confirm(f"Delete account {user_name}?", yes)
         client.delete_account(user_name)
@@ -163,7 +143,10 @@ def delete_account(
 
 
 def health(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """Whether the manager is well and who leads; exit code 1 when it is not well."""
+    """Whether the manager is well and who leads; exit code 1 when it is not well.
+
+    Example: kvcm admin health --json
+    """
     with admin(target) as client:
         found = client.check_health()
         cluster = client.get_manager_cluster_info()
@@ -184,7 +167,10 @@ def metrics(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """The manager's metrics at this moment."""
+    """The manager's metrics at this moment.
+
+    Example: kvcm admin metrics hit
+    """
     with admin(target) as client:
         found = client.get_metrics()
     chosen = [metric for metric in found.metrics if name in metric.name]
@@ -218,40 +204,13 @@ def logger(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Set a log level of the running manager."""
+    """Set a log level of the running manager.
+
+    Example: kvcm admin logger debug kvcm.cache
+    """
     with admin(target) as client:
         client.update_logger(module, level)
     done(f"{module or 'all modules'} log from {level} on", as_json)
-
-
-def _get_json(url: str) -> dict[str, Any]:
-    """GET a JSON object.
-
-    Raises:
-        KvcmError: no connection, no 200, or no object.
-    """
-    try:
-        reply = httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InvalidArgument(f"{url}: {error}") from error
-    except httpx.ConnectError as error:
-        raise Unavailable(f"{url}: {error}") from error
-    except httpx.HTTPError as error:
-        raise OutcomeUnknown(f"{url}: {error or type(error).__name__}") from error
-    if reply.status_code != 200:
-        raise KvcmError(f"{url}: HTTP status {reply.status_code}")
-    try:
-        value = reply.json()
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise KvcmError(f"{url}: no JSON object: not a KV cache manager's admin port?")
-    return value
-
-
-def _int(entry: Any, name: str) -> int:
-    value = entry.get(name, 0) if isinstance(entry, dict) else 0
-    return int(value)
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -10,8 +10,7 @@ import httpx
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcm.cli.admin_common import TIMEOUT_S, JsonOption
-from kvcm.cli.admin_manager import HTTP_TARGET
+from kvcm.cli.admin_common import HTTP_TARGET, TIMEOUT_S, HttpTargetOption, JsonOption, http_address
 from kvcm.cli.output import err_console, fail, human_bytes, print_json, table
 from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
 
@@ -32,15 +31,17 @@ def fsck(
     ] = False,
     instance: Annotated[str, typer.Option(help="Only this instance (id or uid).")] = "",
     storage: Annotated[str, typer.Option(help="Only files on this storage.")] = "",
-    http: Annotated[str, typer.Option("--http", help="Admin HTTP address.")] = HTTP_TARGET,
+    target: HttpTargetOption = HTTP_TARGET,
     as_json: JsonOption = False,
 ) -> None:
     """Look for damage in index and storages, while the manager serves; report, or mend it.
 
     Exit code 0: all is well; 1: damage was found; 2: it could not look everywhere.
+
+    Example: kvcm admin fsck --fix
     """
     asked = {"fix": fix, "force": force, "instance": instance, "storage": storage}
-    url = f"{http.rstrip('/')}/v1/fsck"
+    url = f"{http_address(target)}/v1/fsck"
     try:
         report = _run(url, asked, quiet=as_json)
     except KvcmError as error:

@@ -24,7 +24,7 @@ from kvcm.cli.admin_common import (
     storage_type,
     storage_type_name,
 )
-from kvcm.cli.output import human_bytes, print_json, table
+from kvcm.cli.output import exact_bytes, print_json, table
 from kvcm.client import AdminClient
 from kvcm.core.errors import EntityNotExist, InvalidArgument
 from kvcm.core.types import StorageConfig, StorageStatus
@@ -60,7 +60,10 @@ def register(app: typer.Typer) -> None:
 
 @storage.command("list")
 def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """All storages."""
+    """All storages.
+
+    Example: kvcm admin storage list
+    """
     with admin(target) as client:
         configs = client.list_storage()
     if as_json:
@@ -74,7 +77,7 @@ def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = F
                 config.global_unique_name,
                 storage_type_name(config.type),
                 _state(config),
-                human_bytes(config.capacity_bytes) if config.capacity_bytes else "none",
+                exact_bytes(config.capacity_bytes) if config.capacity_bytes else "none",
                 f"{config.high_percentage:g}" if config.high_percentage else "none",
                 ", ".join(f"{key}={value}" for key, value in config.spec.items() if value != ""),
             )
@@ -98,7 +101,10 @@ def add_storage(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Add a storage, from flags or a JSON file as `storage list --json` prints."""
+    """Add a storage, from flags or a JSON file as `storage list --json` prints.
+
+    Example: kvcm admin storage add nfs_02 --type file --spec root_path=/mnt/kv/ --check
+    """
     with admin(target) as client:
         config = _wanted(name, kind, spec, check, file)
         space = _space(capacity, watermark, low_watermark)
@@ -122,7 +128,10 @@ def update_storage(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Change a storage; fields that are not named stay."""
+    """Change a storage; fields that are not named stay.
+
+    Example: kvcm admin storage update nfs_02 --capacity 4TB --watermark 0.9
+    """
     with admin(target) as client:
         if file is not None:
             config = _from_file(file)
@@ -144,7 +153,10 @@ def update_storage(
 def enable_storage(
     name: NameArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
 ) -> None:
-    """Let a storage take writes and answer lookups again."""
+    """Let a storage take writes and answer lookups again.
+
+    Example: kvcm admin storage enable nfs_02
+    """
     with admin(target) as client:
         client.enable_storage(name)
     done(f"enabled storage {name}", as_json)
@@ -154,7 +166,10 @@ def enable_storage(
 def disable_storage(
     name: NameArgument, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False
 ) -> None:
-    """Take a storage out of service; its blocks are misses until it is enabled again."""
+    """Take a storage out of service; its blocks are misses until it is enabled again.
+
+    Example: kvcm admin storage disable nfs_02
+    """
     with admin(target) as client:
         client.disable_storage(name)
     done(f"disabled storage {name}", as_json)
@@ -170,7 +185,10 @@ def remove_storage(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a storage from the configuration."""
+    """Remove a storage from the configuration.
+
+    Example: kvcm admin storage remove nfs_02
+    """
     with admin(target) as client:
         confirm(f"Remove storage {name}?", yes)
         client.remove_storage(name, force=force)

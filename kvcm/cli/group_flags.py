@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +16,7 @@ _INDEXER = ("cache_config", "meta_indexer_config")
 
 @dataclass(frozen=True, slots=True)
 class GroupFlags:
-    """What the flags name; None = not named."""
+    """What the flags name; None = not named. For `kvcm.cli.spread`."""
 
     candidate: Annotated[
         list[str] | None,
@@ -113,35 +110,6 @@ class GroupFlags:
             ((*_INDEXER, "max_key_count"), self.max_keys),
             (("cache_config", "data_storage_strategy"), self.strategy),
         ]
-
-
-def takes_group_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter ``flags`` is spelt out as the options above."""
-    hints = get_type_hints(GroupFlags, include_extras=True)
-    own = inspect.signature(command, eval_str=True)
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        named = {f.name: given.pop(f.name) for f in fields(GroupFlags)}
-        command(**given, flags=GroupFlags(**named))
-
-    options = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[f.name]
-        )
-        for f in fields(GroupFlags)
-    ]
-    others = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, p in own.parameters.items()
-        if name != "flags"
-    ]
-    first = [p for p in others if p.name == "name"]
-    rest = [p for p in others if p.name != "name"]
-    signature = own.replace(parameters=[*first, *options, *rest])
-    run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
-    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    return run
 
 
 def _bytes(text: str | None) -> int | None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvcm.core.errors import KvcmError
+from kvcm.core.errors import KvcmError, Unavailable
 
 
 def err_console() -> Console:
@@ -40,10 +40,16 @@ def one_line(text: str) -> str:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors we raise on purpose, and Ctrl-C, become one line and an exit code."""
+def one_line_errors(target: str = "") -> Iterator[None]:
+    """Errors we raise on purpose, and Ctrl-C, become one line and an exit code.
+
+    Args:
+        target: the address that is asked, to name where nobody answers.
+    """
     try:
         yield
+    except Unavailable as error:
+        fail(f"no manager at {target}: {error}" if target else str(error))
     except KvcmError as error:
         fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:
@@ -92,6 +98,18 @@ def human_bytes(count: int) -> str:
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
         value /= 1024
     return f"{value:,.1f} TiB"
+
+
+_UNITS = {1000: ("kB", "MB", "GB", "TB", "PB"), 1024: ("KiB", "MiB", "GiB", "TiB", "PiB")}
+
+
+def exact_bytes(count: int) -> str:
+    """A size somebody set, to the byte and in the unit it was likely given in: 30 GB."""
+    for base, units in _UNITS.items():
+        fitting = [unit for n, unit in enumerate(units, 1) if count and count % base**n == 0]
+        if fitting:
+            return f"{count // base ** len(fitting):,} {fitting[-1]}"
+    return f"{count:,} B"
 
 
 def human_ms(milliseconds: float) -> str:

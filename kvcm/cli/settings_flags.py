@@ -1,7 +1,8 @@
-"""The flags that set the manager's settings, shared by ``serve`` and ``config``."""
+"""The flags that set the manager's settings: all for ``serve`` and ``config``, some elsewhere."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,9 @@ RegistryUrl = Annotated[
 ]
 IndexUrl = Annotated[
     str | None,
-    typer.Option("--index-url", help="rocksdb:PATH or memory:; default: in the data folder."),
+    typer.Option(
+        "--index-url", help="rocksdb:PATH, valkey://… or memory:; default: in the data folder."
+    ),
 ]
 Bootstrap = Annotated[
     str | None,
@@ -60,3 +63,26 @@ def settings_from(config: Path | None, assignments: list[str] | None, **flags: A
         given[key.strip()] = value
     given.update((key, value) for key, value in flags.items() if value is not None)
     return load(given, config=config)
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFlags:
+    """All of them, for `kvcm.cli.spread`."""
+
+    config: Config = None
+    host: Host = None
+    rpc_port: RpcPort = None
+    http_port: HttpPort = None
+    admin_rpc_port: AdminRpcPort = None
+    admin_http_port: AdminHttpPort = None
+    data_dir: DataDir = None
+    registry_url: RegistryUrl = None
+    index_url: IndexUrl = None
+    bootstrap: Bootstrap = None
+    log_level: LogLevel = None
+    log_format: LogFormat = None
+    assignments: Set = None
+
+    def settings(self) -> Settings:
+        """As `settings_from`."""
+        return settings_from(**{field.name: getattr(self, field.name) for field in fields(self)})

@@ -18,7 +18,16 @@ import numpy.typing as npt
 from kvcm.core.errors import CorruptRecord, KvcmError, OutcomeUnknown, StaleFence, Unavailable
 from kvcm.core.limits import HOME_SHARDS
 from kvcm.metaindex.ledger import Delta, from_counters
-from kvcm.metaindex.store import Claim, Fence, KVStore, Mutation, Outcome, ShardCommit, ShardId
+from kvcm.metaindex.store import (
+    Claim,
+    Fence,
+    KVStore,
+    Mutation,
+    Outcome,
+    ShardCommit,
+    ShardId,
+    Table,
+)
 from kvcm.metaindex.turnstile import Turnstile
 
 _MIX = 0x9E3779B97F4A7C15
@@ -127,17 +136,27 @@ class Shards:
         """Those of ``numbers`` that are claimed, after trying to claim the others.
 
         Raises:
-            Unavailable, OutcomeUnknown: none is.
+            Unavailable, OutcomeUnknown: none is, and it is not only these that are away.
             StaleFence: a claim met another leader's.
         """
         try:
             await self.ensure(numbers)
         except (Unavailable, OutcomeUnknown):
             reached = self._fences.keys() & set(numbers)
-            if not reached:
+            if not reached and not await self._are_away_alone(numbers):
                 raise
             return reached
         return set(numbers)
+
+    async def _are_away_alone(self, numbers: Sequence[int]) -> bool:
+        """Whether the store answers for other shards, though for none of these.
+
+        Raises:
+            Unavailable: it answers for none.
+        """
+        asked = [(self.id(number), [b"-"]) for number in numbers]
+        answers = await self._store.get_many(asked, Table.ROWS)
+        return all(isinstance(answer, KvcmError) for answer in answers)
 
     async def confirm(self, number: int) -> None:
         """Make sure that what is known of a shard stays, though its server be lost.

@@ -3,6 +3,7 @@ bytes they record are those their files have."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,9 +48,16 @@ class ExtentCheck:
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store.
         """
-        ids = [e for e, entry in index.book.entries.items() if entry.phase is Phase.SETTLED]
+        entries = index.book.entries
+        ids = list(entries)
         for at in range(0, len(ids), _EXTENTS_AT_ONCE):
+            if not self._scope.is_live(index):
+                return
             part = ids[at : at + _EXTENTS_AT_ONCE]
+            part = [e for e in part if e in entries and entries[e].phase is Phase.SETTLED]
+            if not part:
+                await asyncio.sleep(0)
+                continue
             found = await self._settled(index, part)
             await self._files(index, found)
             await self._rows(index, found)

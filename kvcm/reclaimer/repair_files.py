@@ -118,13 +118,9 @@ class FileCheck:
         self._note(storage, index, index.uid, suspects, count)
 
     def _take(self, count: StorageCount, page: Sequence[FoundObject]) -> list[_File]:
-        """Count what lies there; the files that are old enough to be judged, or young but counted
-        as such."""
+        """Count what lies there; the files that are old enough to be judged."""
         files: list[_File] = []
         for name, size, age_s in page:
-            if name in self._names:
-                continue
-            self._names.add(name)
             count.objects += 1
             count.bytes += size
             file = _file(name, size)
@@ -195,7 +191,10 @@ class FileCheck:
         files: list[_File],
         count: StorageCount,
     ) -> None:
+        # Two storages may have one root.
+        files = [file for file in files if file.name not in self._names]
         for file in files:
+            self._names.add(file.name)
             self._scope.report.found(Kind.OWNERLESS_FILE, file.name, size=file.size)
             count.ownerless_objects += 1
             count.ownerless_bytes += file.size
@@ -209,9 +208,14 @@ class FileCheck:
         scope = self._scope
         cluster = scope.around.index.shared.cluster_uid
         # The folders first: an instance registered later is in the view that is taken second.
-        uids = await backend.instances(cluster)
+        uids = [
+            uid
+            for uid in await backend.instances(cluster)
+            if scope.options.instance in ("", uid) and self._was_forgotten(uid)
+        ]
+        spaces = await self._spaces() if uids else set()
         for uid in uids:
-            if scope.options.instance not in ("", uid) or not await self._is_gone(uid):
+            if uid.encode() in spaces:
                 continue
             count = scope.report.storage(storage)
             files: list[_File] = []
@@ -228,12 +232,13 @@ class FileCheck:
             scope.report.found(Kind.GONE_INSTANCE, f"storage {storage}: instance {uid}")
             self._note(storage, None, uid, files, count)
 
-    async def _is_gone(self, uid: str) -> bool:
-        """Whether this registry issued the uid and has forgotten it, and no records are left."""
-        view = self._scope.ports.view()
-        if not was_issued(view, uid) or uid in self._scope.around.index.by_uid:
-            return False
-        return uid.encode() not in await self._scope.around.index.shared.store.spaces()
+    def _was_forgotten(self, uid: str) -> bool:
+        index = self._scope.around.index
+        return uid not in index.by_uid and was_issued(self._scope.ports.view(), uid)
+
+    async def _spaces(self) -> set[bytes]:
+        """Instances of which records are left: somebody may still use those."""
+        return set(await self._scope.around.index.shared.store.spaces())
 
     # ---- mending -----------------------------------------------------------------------------
 
@@ -298,7 +303,9 @@ class FileCheck:
 
     async def _remove_instance(self, part: _Part) -> None:
         backend = self._scope.ports.backend(part.storage)
-        if backend is None or not await self._is_gone(part.uid):
+        if backend is None or not self._was_forgotten(part.uid):
+            return
+        if part.uid.encode() in await self._spaces():
             return
         names = [file.name for file in part.files]
         for at in range(0, len(names), _DELETES_AT_ONCE):

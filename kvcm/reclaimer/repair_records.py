@@ -8,7 +8,6 @@ mended in one commit that also makes the counters right.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvcm.core.errors import CorruptRecord, KvcmError
 from kvcm.core.limits import BLOCKS_PER_EXTENT_MAX, HOME_SHARDS
@@ -21,33 +20,36 @@ from kvcm.metaindex.store import Mutation, Outcome, Table, Write
 from kvcm.reclaimer.repair_report import Kind
 from kvcm.reclaimer.repair_scope import Lost, Scope, get_many, read_extents
 
-_PAGE = 128
+_PAGE = 64
 _LETTERS = {key[:1] for key in to_counters("", Delta(1, 1, 1, 1, 1, 1))}
 _TABLES = (Table.STATES, Table.EXTENTS, Table.DUE)
 
 Held = tuple[str, Delta]
 
 
-@dataclass(slots=True)
 class _Shard:
     """What one shard holds. Extents are ``held`` (whole), ``broken`` (their state or keys do not
-    read) or ``orphans`` (parts without a state)."""
+    read) or ``orphans`` (parts without a state); ``expected`` are the counters that the readable
+    ones amount to, added up as they come, since a shard may hold very many."""
 
-    number: int
-    held: dict[bytes, Held] = field(default_factory=dict)
-    broken: set[bytes] = field(default_factory=set)
-    orphans: set[bytes] = field(default_factory=set)
-    trash: dict[bytes, Held] = field(default_factory=dict)
-    lost_trash: set[bytes] = field(default_factory=set)
-    unreadable_trash: set[bytes] = field(default_factory=set)
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: dict[bytes, Held] = {}
+        self.broken: set[bytes] = set()
+        self.orphans: set[bytes] = set()
+        self.trash: dict[bytes, Held] = {}
+        self.lost_trash: set[bytes] = set()
+        self.unreadable_trash: set[bytes] = set()
+        self.expected: dict[bytes, int] = {}
 
-    def expected(self) -> dict[bytes, int]:
-        """The counters that its readable records amount to."""
-        total: dict[bytes, int] = {}
-        for storage, delta in (*self.held.values(), *self.trash.values()):
-            for key, value in to_counters(storage, delta).items():
-                total[key] = total.get(key, 0) + value
-        return total
+    def hold(self, table: dict[bytes, Held], key: bytes, held: Held | None) -> None:
+        """Put what a record amounts to in the place of what it did; None: it is gone."""
+        for sign, each in ((-1, table.pop(key, None)), (1, held)):
+            if each is not None:
+                for counter, value in to_counters(*each).items():
+                    self.expected[counter] = self.expected.get(counter, 0) + sign * value
+        if held is not None:
+            table[key] = held
 
     def damage(self) -> list[tuple[Kind, set[bytes]]]:
         """What is wrong with single records, by kind."""
@@ -59,7 +61,7 @@ class _Shard:
         ]
 
     def drop(self, extent_id: bytes) -> None:
-        self.held.pop(extent_id, None)
+        self.hold(self.held, extent_id, None)
         self.broken.discard(extent_id)
         self.orphans.discard(extent_id)
 
@@ -97,14 +99,18 @@ class RecordCheck:
     async def _shard(
         self, index: InstanceIndex, number: int, *, fix: bool
     ) -> AsyncGenerator[int, None]:
-        await index.shards.ensure((number,))
+        if not self._scope.is_live(index):
+            return
         with index.shards.turnstile.watch(number) as touched:
             shard = _Shard(number)
             async for count in self._read(index, shard):
                 yield count
+            if not self._scope.is_live(index):
+                # Claiming what is about to be dropped would leave something of it behind.
+                return
             async with index.shards.alone(number) as counters:
                 await self._look_again(index, shard, touched)
-                drift = _difference(shard.expected(), counters)
+                drift = _difference(shard.expected, counters)
                 if not fix:
                     self._report(index, shard, drift)
                 else:
@@ -116,11 +122,12 @@ class RecordCheck:
         async for page in store.scan(shard_id, Table.STATES, page=_PAGE):
             await self._take(index, shard, [key for key, _ in page])
             yield len(page)
-        known = shard.held.keys() | shard.broken
         for table in (Table.EXTENTS, Table.DUE):
             async for page in store.scan(shard_id, table, page=_PAGE):
-                ids = {key[:EXTENT_ID_BYTES] for key, _ in page}
-                shard.orphans |= ids - known
+                for key, _ in page:
+                    extent_id = key[:EXTENT_ID_BYTES]
+                    if extent_id not in shard.held and extent_id not in shard.broken:
+                        shard.orphans.add(extent_id)
                 if turn.is_over():
                     await turn.give()
         async for page in store.scan(shard_id, Table.TRASH, page=_PAGE):
@@ -140,12 +147,12 @@ class RecordCheck:
                 shard.broken.add(extent_id)
             elif found is not Lost.ABSENT:
                 extent, state = found
-                shard.held[extent_id] = extent.storage, held_by(extent, state)
+                shard.hold(shard.held, extent_id, (extent.storage, held_by(extent, state)))
             if turn.is_over():
                 await turn.give()
 
     def _take_trash(self, shard: _Shard, key: bytes, value: bytes | None) -> None:
-        shard.trash.pop(key, None)
+        shard.hold(shard.trash, key, None)
         shard.unreadable_trash.discard(key)
         if value is None:
             return
@@ -154,7 +161,7 @@ class RecordCheck:
         except CorruptRecord:
             shard.unreadable_trash.add(key)
             return
-        shard.trash[key] = trash.storage, Delta(trash_bytes=trash.counted)
+        shard.hold(shard.trash, key, (trash.storage, Delta(trash_bytes=trash.counted)))
 
     async def _look_again(
         self, index: InstanceIndex, shard: _Shard, touched: set[tuple[Table, bytes]]
@@ -184,7 +191,12 @@ class RecordCheck:
             (values,) = await get_many(index, [(shard.number, part)], Table.TRASH)
             for key, value in zip(part, values, strict=True):
                 self._take_trash(shard, key, value)
-        shard.lost_trash = {key for key in shard.trash if key[:EXTENT_ID_BYTES] not in shard.held}
+        turn = self._scope.turn()
+        for key in shard.trash:
+            if key[:EXTENT_ID_BYTES] not in shard.held:
+                shard.lost_trash.add(key)
+            if turn.is_over():
+                await turn.give()
 
     async def _chunks(self, index: InstanceIndex, shard: _Shard, extent_id: bytes) -> list[bytes]:
         """Keys of all chunks of an extent there are."""
@@ -226,9 +238,9 @@ class RecordCheck:
             for key in await self._chunks(index, shard, extent_id):
                 writes.append(Write(Table.EXTENTS, key, None))
         for key in trash:
-            shard.trash.pop(key, None)
+            shard.hold(shard.trash, key, None)
             writes.append(Write(Table.TRASH, key, None))
-        drift = _difference(shard.expected(), counters)
+        drift = _difference(shard.expected, counters)
         if not writes and not drift:
             return
         for extent_id in gone:

@@ -40,6 +40,8 @@ class RowCheck:
             Unavailable, OutcomeUnknown, StaleFence: the store.
         """
         for number in range(index.shard_count):
+            if not self._scope.is_live(index):
+                return
             await index.shards.ensure((number,))
             shard_id = index.shards.id(number)
             async for page in index.shared.store.scan(shard_id, Table.ROWS, page=_PAGE):
@@ -82,12 +84,17 @@ class RowCheck:
         parsed = {row: _parse(row) or [] for row in rows}
         live = {e for refs in parsed.values() for e, _ in live_refs(index, refs)}
         keys = await self._keys_of(index, live)
+        entries = index.book.entries
+        unknown = {e for refs in parsed.values() for e, _ in refs if e not in entries}
+        absent = await self._absent(index, unknown)
         kept: dict[_Row, RowRefs] = {}
         for row, refs in parsed.items():
             if not _belongs(index, number, row[0]):
                 kept[row] = []
                 continue
-            kept[row] = [r for r in refs if self._stays(index, row[0], r, keys)]
+            kept[row] = [
+                r for r in refs if r[0] not in absent and self._stays(index, row[0], r, keys)
+            ]
             if len(kept[row]) > ROW_REFS_MAX:
                 kept[row] = live_refs(index, kept[row])[-ROW_REFS_MAX:]
             if turn.is_over():
@@ -98,13 +105,26 @@ class RowCheck:
         self, index: InstanceIndex, key: bytes, ref: tuple[bytes, int], keys: Mapping[bytes, bytes]
     ) -> bool:
         extent_id, position = ref
-        entry = index.book.entries.get(extent_id)
-        if entry is None or extent_id in self._scope.broken.get(index.uid, ()):
+        if self._gives_up(index, extent_id):
             return False
-        if entry.phase not in (Phase.OPEN, Phase.SETTLED) or entry.trim < index.trim:
+        entry = index.book.entries.get(extent_id)
+        if (
+            entry is None
+            or entry.phase not in (Phase.OPEN, Phase.SETTLED)
+            or entry.trim < index.trim
+        ):
             return True
         raw = keys.get(extent_id)
         return raw is None or raw[8 * position : 8 * position + 8] == key
+
+    async def _absent(self, index: InstanceIndex, ids: set[bytes]) -> set[bytes]:
+        """Those of which no record is left."""
+        found = await read_extents(index, ids)
+        return {extent_id for extent_id, answer in found.items() if answer is Lost.ABSENT}
+
+    def _gives_up(self, index: InstanceIndex, extent_id: bytes) -> bool:
+        is_broken = extent_id in self._scope.broken.get(index.uid, ())
+        return is_broken and self._scope.options.unreadable
 
     async def _keys_of(self, index: InstanceIndex, ids: set[bytes]) -> dict[bytes, bytes]:
         """The keys of extents; those that are gone meanwhile are left out."""

@@ -147,8 +147,11 @@ async def read_extents(
     firsts = await get_many(index, heads, Table.EXTENTS)
     out: dict[bytes, Found | Lost] = {}
     more: list[tuple[Extent, int, State]] = []
+    turn = Turn(index.clock)
     for (_, ids), shard_states, shard_firsts in zip(parts, states, firsts, strict=True):
         for extent_id, raw_state, first in zip(ids, shard_states, shard_firsts, strict=True):
+            if turn.is_over():
+                await turn.give()
             if raw_state is None and first is None:
                 out[extent_id] = Lost.ABSENT
                 continue

@@ -84,7 +84,7 @@ def test_a_group_from_create_to_remove(kvcm):
     assert (by_type["storage_type"], by_type["capacity"]) == ("ST_NFS", 2 * 2**30)
     assert group["cache_config"]["data_storage_strategy"] == "CPS_PREFER_3FS"
     assert group["cache_config"]["meta_indexer_config"]["max_key_count"] == 1000
-    assert "4.7 GiB" in kvcm.ok("admin", "group", "show", "team")
+    assert "5 GB" in kvcm.ok("admin", "group", "show", "team")
 
     kvcm.ok("admin", "group", "update", "team", "--capacity", "6GB", "--watermark", "0.5",
             "--low-watermark", "0.4", "--ttl", "60", "--ttl-since", "TTL_SINCE_FINISH",
@@ -141,8 +141,7 @@ def test_an_instance_from_register_to_remove(kvcm):
     ]
     assert shown["model_deployment"]["model_name"] == "llama-8b"
     assert "llama-8b" in kvcm.ok("admin", "instance", "list", "--group", "default")
-    assert kvcm.json("admin", "instance", "list", "--group", "nobody") == []
-    assert "none" in kvcm.ok("admin", "instance", "list", "--group", "nobody")
+    assert "'nobody' does not exist" in kvcm.fails("admin", "instance", "list", "--group", "nobody")
 
     assert "block_size" in kvcm.fails(
         "admin", "instance", "register", "llama", "--block-size", "32", "-s", "tp0=4096"
@@ -172,7 +171,12 @@ def test_blocks_are_inspected_removed_and_trimmed(kvcm, blocks):
 
     usage = kvcm.json("admin", "usage")
     assert usage["instances"][blocks]["serving_blocks"] == 2
-    assert blocks in kvcm.ok("admin", "usage")
+    assert usage["groups"]["default"]["limit"]["high"] == 24 * 10**9
+    assert usage["groups"]["default"]["next_eviction"]["instances"].keys() == {blocks}
+    table = kvcm.ok("admin", "usage")
+    assert blocks in table
+    assert "22.4 GiB to 21.0 GiB" in table
+    assert "default on file" in table
 
     kvcm.ok("admin", "cache", "remove", blocks, "-1", "--yes")
     states = [f["meta"]["status"] for f in kvcm.json("admin", "cache", "inspect", blocks, -1, 7)]
@@ -273,6 +277,19 @@ def test_no_manager_at_the_address_is_one_line(arguments):
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (4095, "4,095 B"), (4096, "4 KiB"), (30 * 10**9, "30 GB"),
+        (3 * 2**29, "1,536 MiB"), (10**15, "1 PB"), (10**18, "1,000 PB"),
+    ],
+)  # fmt: skip
+def test_a_size_somebody_set_is_shown_to_the_byte(count, text):
+    from kvcm.cli.output import exact_bytes
+
+    assert exact_bytes(count) == text
 
 
 @pytest.mark.parametrize(

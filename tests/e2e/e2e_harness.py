@@ -235,10 +235,13 @@ class Site:
         finally:
             await store.close()
 
-    def audit_at_rest(self, *, settings: Sequence[str] = QUICK) -> AuditReport:
+    def audit_at_rest(
+        self, *, settings: Sequence[str] = QUICK, grace_s: float = 0.0
+    ) -> AuditReport:
         """As ``audit``, once the second deletes of late writers are over too.
 
-        Each try starts and stops the manager, since only a stopped one's trash can be listed.
+        Each try starts and stops the manager, since only a stopped one's trash can be listed; and
+        each start begins the graces anew, so that it must run for longer than these.
         """
         self.settle()
 
@@ -250,7 +253,7 @@ class Site:
             self.start(settings=settings)
             return None
 
-        return eventually_sync(empty, timeout=PATIENCE_S, interval=float(WRITE_TIMEOUT_S))
+        return eventually_sync(empty, timeout=PATIENCE_S, interval=WRITE_TIMEOUT_S + grace_s)
 
     # ---- engines -----------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ def check_the_end(run: Chaos, tallies: list[Tally], policy: str) -> dict[str, An
         if policy == "always":
             assert lost == set()
     site.settle()
-    report = site.audit_at_rest(settings=SETTINGS)
+    report = site.audit_at_rest(settings=SETTINGS, grace_s=2.0 * GRACE_S)
     problems = report.problems
     if policy != "always":
         # A grant that Valkey forgot: its files are nobody's (docs/operations.md).

@@ -228,6 +228,14 @@ class StorageBackendContract:
         written = self._names(backend, EXTENT) + self._names(backend, NEIGHBOUR)
         found = await backend.list_objects(CLUSTER, EXTENT.instance_uid)
         assert sorted(found) == sorted(written)
+        pages = [page async for page in backend.survey(CLUSTER, EXTENT.instance_uid)]
+        seen = [each for page in pages for each in page]
+        assert sorted(each.name for each in seen) == sorted(written)
+        assert all(each.size > 0 and each.age_s < 3600 for each in seen)
+        assert {EXTENT.instance_uid, OTHER_INSTANCE.instance_uid} <= set(
+            await backend.instances(CLUSTER)
+        )
+        assert await backend.leftovers() == []
         assert await backend.delete(found) == [None] * len(found)
         assert await backend.list_objects(CLUSTER, EXTENT.instance_uid) == []
 
