@@ -36,7 +36,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`((?:\.venv/bin/)?(?:kvcm|make) [^`]+)`")
 _UNITS = {"s": 1, "h": 3600, "MiB": 1 << 20}
 _NO_SETTINGS = {"KVCM_CONFIG"}
-_NO_COMMANDS = {"kvcm is ready"}
+_NO_COMMANDS = {"kvcm is ready", "kvcm waits for its index store"}
 
 
 class Complaint(NamedTuple):
@@ -130,6 +130,7 @@ def _unparsed(command: Any, words: list[str], is_whole: bool) -> str:
     try:
         command.make_context(path, list(words))
     except Exception as error:
+        # Whatever the parser objects to is the complaint.
         return str(error) or type(error).__name__
     return ""
 

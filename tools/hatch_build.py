@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class MigrationsHook(BuildHookInterface):  # type: ignore[type-arg]
+class MigrationsHook(BuildHookInterface[BuilderConfig]):
     """Adds `migrations/` as `kvcm/registry/migrations` to standard wheels."""
 
     PLUGIN_NAME = "custom"

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from kvcm.core.errors import InvalidArgument
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 F = TypeVar("F", bound=Callable[..., Any])
 
 META_SERVICE = "kv_cache_manager.proto.meta.MetaService"
@@ -57,7 +58,7 @@ class Call(Generic[T]):
     attempts_of_timeout: int = 1
 
 
-def build(message: type[Message], **fields: Any) -> Any:
+def build(message: type[M], **fields: Any) -> M:
     """Make a request; None leaves a field unset.
 
     Raises:

@@ -389,5 +389,5 @@ def _mask(mask: Mask) -> pb.BlockMask | None:
     if not isinstance(mask, BlockMask):
         mask = BlockMask(offset=mask) if isinstance(mask, int) else BlockMask(values=mask)
     if mask.values is not None:
-        return build(pb.BlockMask, bool_masks={"values": list(map(bool, mask.values))})  # type: ignore[no-any-return]
-    return build(pb.BlockMask, offset=mask.offset or 0)  # type: ignore[no-any-return]
+        return build(pb.BlockMask, bool_masks={"values": list(map(bool, mask.values))})
+    return build(pb.BlockMask, offset=mask.offset or 0)

@@ -91,6 +91,7 @@ class Locations(Sequence[Location]):
             return NotImplemented
         return list(self) == list(other)
 
+    # Python's own way to say that equal ones have no hash; typeshed declares a method.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

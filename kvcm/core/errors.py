@@ -189,4 +189,5 @@ WIRE_CODES: dict[type[KvcmError], ErrorCode] = {
 
 def wire_code(error: BaseException) -> ErrorCode:
     """The application code of an error; INTERNAL_ERROR for what is not ours."""
+    # `get` of any key is meant: what is not ours is not in the table.
     return WIRE_CODES.get(type(error), ErrorCode.INTERNAL_ERROR)  # type: ignore[arg-type]

@@ -116,6 +116,7 @@ class Registry:
         try:
             await self._worker.submit(self._open, self._publish)
         except BaseException:
+            # Cancelled, too: the thread must not outlive a registry that did not open.
             await self.close()
             raise
         self._is_open = True
@@ -361,6 +362,7 @@ class Registry:
             try:
                 callback(view)
             except Exception:
+                # The commit stands, and the other subscribers must learn of it.
                 _LOG.exception("a subscriber of the registry failed")
 
     # -- in the worker thread

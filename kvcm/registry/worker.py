@@ -38,12 +38,14 @@ class SqlWorker:
 
         def deliver(result: T | None, error: BaseException | None) -> None:
             if error is None and on_done is not None:
+                # Without an error `result` is a T, and None only where T is.
                 on_done(result)  # type: ignore[arg-type]
             if future.done():
                 return
             if error is not None:
                 future.set_exception(error)
             else:
+                # As above.
                 future.set_result(result)  # type: ignore[arg-type]
 
         def job() -> None:
@@ -51,6 +53,7 @@ class SqlWorker:
             try:
                 outcome = (work(), None)
             except BaseException as error:
+                # Handed to whoever waits for the work; the thread goes on with the next one.
                 outcome = (None, error)
             try:
                 loop.call_soon_threadsafe(deliver, *outcome)

@@ -228,6 +228,7 @@ class AdminService:
         try:
             await self._registry.put_storage(config, expect_new=expect_new)
         except BaseException:
+            # Cancelled, too: no backend stays that the registry does not know.
             self._backends.disown(backend)
             raise
         if self._backends.get(config.global_unique_name) is not backend:

@@ -170,6 +170,7 @@ class BackendSet:
         except KvcmError as error:
             self._set_health(slot, False, str(error))
         except Exception as error:
+            # A backend is a plug-in: whatever it raises means that it cannot be used now.
             log.exception("storage %r: probe failed", slot.config.global_unique_name)
             self._set_health(slot, False, str(error))
 
@@ -202,4 +203,5 @@ async def _close(backend: DataStorageBackend) -> None:
     try:
         await backend.close()
     except Exception:
+        # It is gone either way, and the others are to be closed too.
         log.exception("storage %r did not close", backend.config.global_unique_name)

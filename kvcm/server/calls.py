@@ -173,6 +173,7 @@ class Endpoint:
                 log.error("%s failed: %s", self.name, error)
             return wire_code(error), str(error)
         except Exception:
+            # The edge: a fault of ours is one failed call, and the log has the traceback.
             call.response = self.response_type()
             call.body = ()
             log.exception("%s failed", self.name)

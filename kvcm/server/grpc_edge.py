@@ -37,6 +37,7 @@ class GrpcListener:
             # Tried first: the framework's own words for a port in use say nothing.
             sockets.bind(host, port).close()
         self._server = grpc.aio.server(options=_options(receive_bytes_max))
+        # The stubs of grpc_health leave `aio` out.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._server.add_generic_rpc_handlers(

@@ -68,6 +68,7 @@ class HttpApi:
     def error_body(self, message: str) -> bytes:
         """The JSON of a request that no handler answered."""
         response = self._error_type()
+        # Every reply type of the protocol has a header; `Message` does not say so.
         fill_header(
             response.header,  # type: ignore[attr-defined]
             "",
@@ -112,6 +113,7 @@ class HttpApi:
     def _within_limit(self, body: bytes | bytearray) -> bytes:
         if len(body) > self._receive_bytes_max:
             raise self._too_large()
+        # Readers take either; a copy of a long body would be for the type checker alone.
         return body  # type: ignore[return-value]
 
     def _too_large(self) -> Refused:

@@ -70,6 +70,7 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
         )
 
     rest = app.openapi
+    # FastAPI's documented way to extend the schema.
     app.openapi = lambda: openapi.with_methods(rest(), service)  # type: ignore[method-assign]
     return app
 

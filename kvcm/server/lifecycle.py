@@ -88,6 +88,7 @@ class Manager:
         try:
             await self._start()
         except BaseException:
+            # Cancelled, too: what is open already is closed.
             await self.stop()
             raise
 
@@ -113,6 +114,7 @@ class Manager:
             try:
                 await self._undo.pop()()
             except Exception:
+                # The steps after it have things to close as well.
                 log.exception("stopping: one step failed")
 
     def addresses(self) -> list[tuple[str, str]]:

@@ -63,6 +63,7 @@ class Supervisor:
                 await loop.run_once(self._clock.monotonic())
                 failures = 0
             except Exception:
+                # A faulty round ends neither its loop nor the others; it is tried again later.
                 failures += 1
                 log.exception("background loop %r failed (%d in a row)", loop.name, failures)
             await self._pause(loop, back_off(loop.period_s, failures), failures)

@@ -82,6 +82,7 @@ class DaemonPool:
                 try:
                     result = job.work()
                 except BaseException as caught:
+                    # Handed to whoever waits for the job; the thread goes on with the next one.
                     error = caught
             try:
                 job.loop.call_soon_threadsafe(self._settle, job, result, error)

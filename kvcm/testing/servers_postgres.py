@@ -80,6 +80,7 @@ class PostgresServer:
         try:
             self._init()
         except BaseException:
+            # Interrupted, too: no folder is left behind.
             self.remove()
             raise
 

@@ -326,6 +326,7 @@ class RocksStore:
         try:
             db.write(batch, self._write_options)
         except Exception as error:
+            # The binding raises plain Exceptions; how far the batch came is not known.
             raise OutcomeUnknown(f"index store at {self._path}: {error}") from error
 
     def _get(self, key: bytes) -> bytes | None:

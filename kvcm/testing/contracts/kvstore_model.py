@@ -86,6 +86,7 @@ def run_against_model(make_store: Callable[[], KVStore]) -> None:
         store = make_store()
         runner.run(store.open())
         try:
+            # Any callable that makes a machine will do; hypothesis declares a class.
             run_state_machine_as_test(
                 partial(StoreMachine, store, runner.run),  # type: ignore[arg-type]
                 settings=settings(
