@@ -69,8 +69,8 @@ def _tune_gc() -> None:
 
 def _tune_malloc() -> None:
     """Keep what large replies free instead of handing it back to the kernel: otherwise each reply
-    of half a megabyte faults all of its pages in again (measured: two thirds of a 4,400-key lookup,
-    README of benchmarks/). Only glibc has the call and the need."""
+    of a megabyte faults all of its pages in again (measured: half the cost of a 10,000-key lookup,
+    benchmarks/README.md). Only glibc has the call and the need."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
