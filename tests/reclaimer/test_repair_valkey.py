@@ -44,6 +44,8 @@ async def test_much_damage_at_once_is_found_and_mended(
         assert kinds(report) == expected, report.document()
         assert await contents(h) == before
         report = await run(h, fix=True, force=True)
+        # That block's file is lost too, so it is given up instead of being named again.
+        del expected["missing_row"]
         assert fixed(report) == expected, report.document()
         assert (await run(h)).clean
         await h.crash()
