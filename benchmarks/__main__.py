@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 
-from benchmarks import cases, load, results, store
+from benchmarks import cases, load, reclaim, results, store
 from benchmarks.profile import What, profile
 
 app = typer.Typer(
@@ -123,6 +123,23 @@ def store_command(
         typer.echo(f"wrote {path}")
 
 
+@app.command("reclaim")
+def reclaim_command(
+    writers: Annotated[int, typer.Option(help="Processes that write.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Length of the phase under reclaim.")] = 60.0,
+    quiet: Annotated[float, typer.Option(help="Length of the phases before it.")] = 15.0,
+    save: Annotated[bool, typer.Option(help="Write a result file and renew the tables.")] = False,
+) -> None:
+    """Whether reclaim keeps up with writers at the disk's speed, and what lookups feel of it."""
+    options = reclaim.Options(writers=writers, seconds=seconds, quiet_seconds=quiet)
+    rows = reclaim.measure(options, typer.echo)
+    if save:
+        command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+        path = results.write("reclaim", rows, command, options, results.RESULTS)
+        results.update_readme()
+        typer.echo(f"wrote {path}")
+
+
 @app.command()
 def report() -> None:
     """Put the newest result files into the tables of the README."""
@@ -132,7 +149,7 @@ def report() -> None:
 
 def main() -> None:
     """Without a subcommand everything is measured."""
-    commands = {"run", "profile", "report", "store", "--help", "-h"}
+    commands = {"run", "profile", "reclaim", "report", "store", "--help", "-h"}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.argv.insert(1, "run")
     app()

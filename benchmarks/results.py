@@ -119,6 +119,27 @@ CASES = (
         "pipeline for the same rows over 64 hashes, without scripts, fences or checks, alternating "
         "with the calls.",
     ),
+    Case(
+        "reclaim",
+        "Reclaim: writers at the disk's speed into a full group, beside lookups",
+        (
+            Column("phase", "phase"),
+            Column("starts", "StartWrites", "{:,}"),
+            Column("success_percent", "succeeded %", "{:.2f}"),
+            Column("whole", "granted whole", "{:,}"),
+            Column("written_mb_per_s", "written MB/s", "{:,.0f}"),
+            Column("start_p99_ms", "start p99 ms", "{:.1f}"),
+            Column("lookups", "lookups", "{:,}"),
+            Column("p50_ms", "p50 ms", "{:.2f}"),
+            Column("p99_ms", "p99 ms", "{:.2f}"),
+            Column("highest_percent", "highest usage, % of the limit", "{:.1f}"),
+            Column("cpu_percent", "manager's CPU %", "{:.0f}"),
+        ),
+        "{writers} writers of {blocks} blocks of {block_bytes} bytes, {lookups_per_s} lookups/s of "
+        "{blocks} keys; watermark {watermark}, {seconds:.0f} s under reclaim; RocksDB. The manager "
+        "has one core, everything else shares the other: the difference between the first two rows "
+        "is the writers', that between the last two is reclaim's.",
+    ),
 )
 
 
@@ -132,8 +153,8 @@ def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, fol
     path = folder / f"{now:%Y-%m-%d}-{case}.json"
     if path.exists():
         before = json.loads(path.read_text())
-        measured = {row["extent"] for row in rows}
-        kept = [row for row in before["rows"] if row["extent"] not in measured]
+        measured = {row.get("extent") for row in rows}
+        kept = [row for row in before["rows"] if row.get("extent") not in measured]
         if kept:
             command = f"{before['command']}; {command}"
             rows = sorted(kept + rows, key=lambda row: -row["extent"])
