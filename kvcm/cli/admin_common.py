@@ -30,18 +30,11 @@ from kvcm.core.types import (
 )
 
 DEFAULT_TARGET = "127.0.0.1:6491"
-HTTP_TARGET = "http://127.0.0.1:6492"
 TIMEOUT_S = 10.0
 
 TargetOption = Annotated[
     str,
     typer.Option("--target", "-t", help="host:port, grpc://… or http://… of the admin service."),
-]
-HttpTargetOption = Annotated[
-    str,
-    typer.Option(
-        "--target", "-t", "--http", help="host:port or http://… of the admin HTTP service."
-    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -57,11 +50,6 @@ def admin(target: str) -> Iterator[AdminClient]:
     """A connected client; errors become one line and exit code 1."""
     with one_line_errors(target), AdminClient(target, timeout=TIMEOUT_S) as client:
         yield client
-
-
-def http_address(target: str) -> str:
-    """The URL of the admin HTTP service, without a slash at its end."""
-    return (target if "://" in target else f"http://{target}").rstrip("/")
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcm.cli.admin_common import HTTP_TARGET, TIMEOUT_S, HttpTargetOption, JsonOption, http_address
+from kvcm.cli.admin_common import JsonOption
+from kvcm.cli.admin_http import HTTP_TARGET, HttpTargetOption, json_of, request
 from kvcm.cli.output import err_console, fail, human_bytes, print_json, table
-from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
+from kvcm.core.errors import KvcmError
 
 PROBLEMS = 1
 NOT_RUN = 2
@@ -41,13 +41,12 @@ def fsck(
     Example: kvcm admin fsck --fix
     """
     asked = {"fix": fix, "force": force, "instance": instance, "storage": storage}
-    url = f"{http_address(target)}/v1/fsck"
     try:
-        report = _run(url, asked, quiet=as_json)
+        report = _run(target, asked, quiet=as_json)
     except KvcmError as error:
         fail(str(error), NOT_RUN)
     except KeyboardInterrupt:
-        _stop(url)
+        _stop(target)
         fail("interrupted: the run was stopped", 130)
     if as_json:
         print_json(report)
@@ -59,9 +58,9 @@ def fsck(
         raise typer.Exit(PROBLEMS)
 
 
-def _run(url: str, asked: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
+def _run(target: str, asked: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
     """Start a run and wait for its end."""
-    _ask("POST", url, asked)
+    _ask("POST", target, asked)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -75,7 +74,7 @@ def _run(url: str, asked: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
     with progress:
         task = progress.add_task("waiting", total=None)
         while True:
-            answer = _ask("GET", url)
+            answer = _ask("GET", target)
             report: dict[str, Any] = answer["report"]
             progress.update(
                 task,
@@ -88,22 +87,12 @@ def _run(url: str, asked: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
             pause.wait(_POLL_S)
 
 
-def _ask(method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    try:
-        reply = httpx.request(method, url, json=body, timeout=TIMEOUT_S, trust_env=False)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InvalidArgument(f"{url}: {error}") from error
-    except httpx.ConnectError as error:
-        raise Unavailable(f"{url}: {error}") from error
-    except httpx.HTTPError as error:
-        raise OutcomeUnknown(f"{url}: {error or type(error).__name__}") from error
-    try:
-        value = reply.json()
-    except ValueError:
-        value = None
+def _ask(method: str, target: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    reply = request(method, target, "/v1/fsck", body=body)
+    value = json_of(reply)
     if reply.status_code in (200, 202) and isinstance(value, dict) and "report" in value:
         return value
-    raise KvcmError(f"{url}: {_message(value) or f'HTTP status {reply.status_code}'}")
+    raise KvcmError(f"{reply.url}: {_message(value) or f'HTTP status {reply.status_code}'}")
 
 
 def _message(value: Any) -> str:
@@ -113,9 +102,9 @@ def _message(value: Any) -> str:
         return ""
 
 
-def _stop(url: str) -> None:
+def _stop(target: str) -> None:
     try:
-        _ask("DELETE", url)
+        _ask("DELETE", target)
     except KvcmError as error:
         err_console().print(f"the run goes on: {error}")
 

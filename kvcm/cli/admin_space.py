@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcm.cli.admin_common import JsonOption, done
-from kvcm.cli.admin_http import HTTP_TARGET, HttpOption, call, time_of
+from kvcm.cli.admin_http import HTTP_TARGET, HttpTargetOption, call, time_of
 from kvcm.cli.output import human_bytes, one_line_errors, print_json, table
 
 trash = typer.Typer(help="Files that wait to be deleted.")
@@ -21,13 +21,16 @@ def register(app: typer.Typer) -> None:
 
 @trash.callback(invoke_without_command=True)
 def show_trash(
-    context: typer.Context, http: HttpOption = HTTP_TARGET, as_json: JsonOption = False
+    context: typer.Context, target: HttpTargetOption = HTTP_TARGET, as_json: JsonOption = False
 ) -> None:
-    """Files that wait to be deleted, by storage, and those that cannot be."""
+    """Files that wait to be deleted, by storage, and those that cannot be.
+
+    Example: kvcm admin trash --json
+    """
     if context.invoked_subcommand is not None:
         return
     with one_line_errors():
-        report = call("GET", http, "/v1/trash")
+        report = call("GET", target, "/v1/trash")
     if as_json:
         print_json(report)
         return
@@ -72,20 +75,26 @@ def show_trash(
 @trash.command("retry")
 def retry_trash(
     storage: Annotated[str | None, typer.Option(help="Only files of this storage.")] = None,
-    http: HttpOption = HTTP_TARGET,
+    target: HttpTargetOption = HTTP_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Try now to delete what could not be deleted."""
+    """Try now to delete what could not be deleted.
+
+    Example: kvcm admin trash retry --storage nfs_01
+    """
     with one_line_errors():
         params = {} if storage is None else {"storage": storage}
-        count = int(call("POST", http, "/v1/trash/retry", **params).get("retried", 0))
+        count = int(call("POST", target, "/v1/trash/retry", **params).get("retried", 0))
     done(f"{count:,} deletes are tried again", as_json)
 
 
-def removals(http: HttpOption = HTTP_TARGET, as_json: JsonOption = False) -> None:
-    """Trims and removed instances whose space is not all free yet."""
+def removals(target: HttpTargetOption = HTTP_TARGET, as_json: JsonOption = False) -> None:
+    """Trims and removed instances whose space is not all free yet.
+
+    Example: kvcm admin removals
+    """
     with one_line_errors():
-        report = call("GET", http, "/v1/removals")
+        report = call("GET", target, "/v1/removals")
     if as_json:
         print_json(report)
         return

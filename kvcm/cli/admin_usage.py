@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import typer
 
-from kvcm.cli.admin_common import HTTP_TARGET, TIMEOUT_S, HttpTargetOption, JsonOption, http_address
+from kvcm.cli.admin_common import JsonOption
+from kvcm.cli.admin_http import HTTP_TARGET, HttpTargetOption, call
 from kvcm.cli.output import human_bytes, one_line_errors, print_json, table
-from kvcm.core.errors import InvalidArgument, KvcmError, OutcomeUnknown, Unavailable
 
 _COLUMNS = (
     "name",
@@ -40,9 +39,8 @@ def usage(
 
     Example: kvcm admin usage --target http://127.0.0.1:6492
     """
-    address = http_address(target)
-    with one_line_errors(address):
-        report = _get_json(f"{address}/v1/usage")
+    with one_line_errors():
+        report = call("GET", target, "/v1/usage")
     if as_json:
         print_json(report)
         return
@@ -103,33 +101,6 @@ def _next(ahead: Any, shown: Any) -> str:
 
 def _blocks(count: int) -> str:
     return f"{count:,} blocks"
-
-
-def _get_json(url: str) -> dict[str, Any]:
-    """GET a JSON object.
-
-    Raises:
-        KvcmError: no connection, no 200, or no object.
-    """
-    try:
-        reply = httpx.get(url, timeout=TIMEOUT_S, trust_env=False)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InvalidArgument(f"{url}: {error}") from error
-    except httpx.ConnectError as error:
-        raise Unavailable(str(error)) from error
-    except httpx.RemoteProtocolError as error:
-        raise InvalidArgument(f"{url}: no HTTP: {error}; the port of gRPC?") from error
-    except httpx.HTTPError as error:
-        raise OutcomeUnknown(f"{url}: {error or type(error).__name__}") from error
-    if reply.status_code != 200:
-        raise KvcmError(f"{url}: HTTP status {reply.status_code}")
-    try:
-        value = reply.json()
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise KvcmError(f"{url}: no JSON object: not a KV cache manager's admin port?")
-    return value
 
 
 def _int(entry: dict[str, Any], name: str) -> int:
