@@ -96,3 +96,8 @@ def _gave_up(message: str, timeout: float, last: object) -> AssertionError:
     if isinstance(last, AssertionError):
         error.__cause__ = last
     return error
+
+
+def last(seconds: float) -> None:
+    """Let a fault or a load last for ``seconds`` of real time, where its length is the test's."""
+    time.sleep(seconds)

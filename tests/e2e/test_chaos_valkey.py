@@ -26,7 +26,7 @@ from kvcm.client import Client
 from kvcm.client.file_sdk import FileSdk
 from kvcm.core.errors import CapacityReached, NotReady
 from kvcm.core.types import QueryType
-from kvcm.testing.eventually import eventually_sync
+from kvcm.testing.eventually import eventually_sync, last
 from kvcm.testing.servers_valkey import ValkeyServer, valkey_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,19 +87,19 @@ class Chaos:
         """kill -9, and a start from the append-only file."""
         self.server.kill()
         self.valkey_kills.append(time.monotonic())
-        time.sleep(self.chance.uniform(0.0, 1.5))
+        last(self.chance.uniform(0.0, 1.5))
         self.server.start()
 
     def pause_valkey(self) -> None:
         """It takes connections and answers nothing."""
         self.server.pause()
-        time.sleep(self.chance.uniform(0.5, 4.0))
+        last(self.chance.uniform(0.5, 4.0))
         self.server.resume()
 
     def pause_and_kill_valkey(self) -> None:
         """As a machine that hangs before it dies."""
         self.server.pause()
-        time.sleep(self.chance.uniform(0.2, 2.0))
+        last(self.chance.uniform(0.2, 2.0))
         self.kill_valkey()
 
     def kill_manager(self) -> None:
@@ -118,7 +118,7 @@ class Chaos:
         end = self.began + seconds
         number = 0
         while time.monotonic() < end or number < len(events):
-            time.sleep(self.chance.uniform(1.5, 3.5))
+            last(self.chance.uniform(1.5, 3.5))
             event = events[number] if number < len(events) else self.chance.choice(events)
             number += 1
             event()
