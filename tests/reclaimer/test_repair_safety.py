@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcm.core.errors import KvcmError
+from kvcm.core.errors import ConfigError, KvcmError
+from kvcm.core.limits import SCRUB_PER_SECOND_MAX
 from kvcm.metaindex.ledger import Delta, to_counters
 from kvcm.metaindex.store import Mutation
 from kvcm.reclaimer.repair import RepairRun, ScrubLoop
 from kvcm.reclaimer.repair_report import RepairOptions
+from kvcm.server.settings import load
 from kvcm.storage_backends import posix_survey
 from tests.cache.harness import GRACE_S, Grant, Harness, payload, read_slot
 from tests.reclaimer import repair_damage as damage
@@ -406,3 +408,12 @@ async def test_the_scrubber_can_be_off_and_gives_way(h: Harness) -> None:
     assert repair.last is not None
     assert repair.last.phase == "stopped"
     assert (await scrub.run_once(2.0)).done > 0
+
+
+def test_the_pace_has_a_limit() -> None:
+    for pace in (0, SCRUB_PER_SECOND_MAX):
+        settings = load({"repair.scrub_per_second": pace}, environ={})
+        assert settings.repair.scrub_per_second == pace
+    for pace in (-1, SCRUB_PER_SECOND_MAX + 1):
+        with pytest.raises(ConfigError, match="scrub_per_second"):
+            load({"repair.scrub_per_second": pace}, environ={})
