@@ -122,12 +122,16 @@ def _phase(
     name: str, manager: LocalManager, options: Options, seconds: float, capacity: int = 0
 ) -> dict[str, Any]:
     context = mp.get_context("spawn")
-    end = CLOCK.now() + seconds + 2.0
     jobs = [
-        _start(context, _write, manager.target, options, number, end)
+        _start(context, _write, manager.target, options, number)
         for number in range(options.writers)
     ]
-    jobs.append(_start(context, _look_up, manager.target, options, end))
+    jobs.append(_start(context, _look_up, manager.target, options))
+    for _, pipe in jobs:
+        pipe.recv()
+    end = CLOCK.now() + seconds
+    for _, pipe in jobs:
+        pipe.send(end)
     highest, cpu = 0, machine.cpu_seconds(manager.process.pid)
     with httpx.Client(trust_env=False) as http:
         while CLOCK.now() < end:
@@ -156,18 +160,18 @@ def _phase(
         "p99_ms": float(np.percentile(latencies, 99)),
         "highest_percent": 100 * highest / capacity if capacity else 0.0,
         "capacity_mb": capacity / 1e6,
-        "cpu_percent": 100 * cpu / (seconds + 2.0),
+        "cpu_percent": 100 * cpu / seconds,
     }
 
 
 def _start(context: Any, work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
     process.start()
     return process, ours
 
 
-def _write(pipe: Connection, target: str, options: Options, number: int, end: float) -> None:
+def _write(pipe: Connection, target: str, options: Options, number: int) -> None:
     """Write chains of their own, one after the other, every byte."""
     # What is measured beside it is the manager, not who gets this core.
     os.nice(10)
@@ -178,6 +182,9 @@ def _write(pipe: Connection, target: str, options: Options, number: int, end: fl
     chain = int(CLOCK.now() * 1000) % (1 << 40)
     instance = f"writer-{number}"
     with Client(target, timeout=_TIMEOUT_S) as client:
+        client.get_cache_location(instance, [1])
+        pipe.send("ready")
+        end = pipe.recv()
         while CLOCK.now() < end:
             chain += 1
             began = CLOCK.monotonic()
@@ -195,13 +202,15 @@ def _write(pipe: Connection, target: str, options: Options, number: int, end: fl
     pipe.send(found)
 
 
-def _look_up(pipe: Connection, target: str, options: Options, end: float) -> None:
+def _look_up(pipe: Connection, target: str, options: Options) -> None:
     """Look chains up at a steady rate; milliseconds of each call."""
     latencies: list[float] = []
     chains = [_chain(i, options.blocks) for i in range(options.chains)]
     period = 1 / options.lookups_per_s
     with Client(target, timeout=_TIMEOUT_S) as client:
         client.get_cache_location("hot", chains[0])
+        pipe.send("ready")
+        end = pipe.recv()
         due = CLOCK.monotonic()
         while CLOCK.now() < end:
             due += period

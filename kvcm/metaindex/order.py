@@ -315,6 +315,10 @@ class EvictionOrder:
         beyond = [s for s in shelves if not scope.holds(s.place) and any(map(scope.holds, s.below))]
         return self._take(beyond, limit, left, skip=skip, above=scope)
 
+    def together(self, entry: Entry, other: Entry) -> bool:
+        """Whether both are of one unit, which must not be cut."""
+        return entry in self._units and other in self._units[entry]
+
     def peek(self) -> Entry | None:
         """The next victim; None when there is none."""
         return next(iter(self.coldest(1)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcm.core import quota
 from kvcm.core.errors import KvcmError
@@ -124,7 +124,9 @@ class EvictionLoop:
             )
             if not found and not order.behind:
                 break
-            batch = _enough(found, amount - freed, bytes_max - freed_bytes, uid is not None)
+            batch = _enough(
+                found, amount - freed, bytes_max - freed_bytes, uid is not None, order.together
+            )
             for gone in await self._retire(batch, skipped, report):
                 freed += gone.blocks if uid is not None else gone.counted
                 freed_bytes += gone.counted
@@ -216,11 +218,18 @@ def _bounds(group: InstanceGroup, excess: Excess) -> tuple[int, int]:
     return amount, bytes_max
 
 
-def _enough(entries: Sequence[Entry], amount: int, bytes_max: int, in_blocks: bool) -> list[Entry]:
-    """As many of ``entries`` as it takes, one at least."""
+def _enough(
+    entries: Sequence[Entry],
+    amount: int,
+    bytes_max: int,
+    in_blocks: bool,
+    together: Callable[[Entry, Entry], bool],
+) -> list[Entry]:
+    """As many of ``entries`` as it takes, one at least; what goes ``together`` is not parted."""
     taken: list[Entry] = []
     for entry in entries:
-        if amount <= 0 or bytes_max <= 0:
+        is_enough = amount <= 0 or bytes_max <= 0
+        if is_enough and taken and not together(taken[-1], entry):
             break
         taken.append(entry)
         amount -= entry.held.blocks if in_blocks else entry.held.counted

@@ -17,6 +17,7 @@ from kvcm.cache.api import (
     StartWriteRequest,
     TrimRequest,
     Usage,
+    UsageLimit,
     UsageReport,
     WireForm,
 )
@@ -131,8 +132,10 @@ class StandInCache:
         return set()
 
     def usage(self, *, ahead: bool = False) -> UsageReport:
+        limit = UsageLimit("bytes", 10, None, 8, 7)
         return UsageReport(
-            groups={"default": Usage(serving_bytes=7, serving_blocks=1)},
+            groups={"default": Usage(serving_bytes=7, serving_blocks=1, limit=limit)},
+            refused={("default", "QUOTA_GROUP"): 3},
             group_types={("default", "file"): Usage(serving_bytes=7, serving_blocks=1)},
         )
 

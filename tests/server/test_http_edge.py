@@ -300,6 +300,11 @@ async def test_health_usage_and_metrics(running: Running) -> None:
     assert 'kvcm_calls_total{api="StartWriteCache",code="OK"} 1.0' in text
     assert 'kvcm_call_seconds_count{api="StartWriteCache"} 1.0' in text
     assert 'kvcm_group_bytes{group="default",state="serving"} 7.0' in text
+    assert 'kvcm_group_high_bytes{group="default"} 8.0' in text
+    assert 'kvcm_group_effective_bytes{group="default"}' not in text
+    assert 'kvcm_refused_writes_total{group="default",reason="QUOTA_GROUP"} 3.0' in text
+    assert usage["refused_writes"] == [{"group": "default", "reason": "QUOTA_GROUP", "count": 3}]
+    assert usage["groups"]["default"]["limit"]["high"] == 8
     running.manager.ready = False
     response = await get(running.url("/readyz"))
     assert (response.status_code, response.json()) == (503, {"ready": False})

@@ -199,6 +199,34 @@ class Flaky:
             raise RuntimeError("not yet")
 
 
+async def test_a_loop_that_is_woken_does_not_wait_for_its_period() -> None:
+    clock = SimClock()
+
+    class Woken:
+        name, period_s = "woken", 10.0
+
+        def __init__(self) -> None:
+            self.wakeup = asyncio.Event()
+            self.runs: list[float] = []
+
+        async def run_once(self, now: float) -> None:
+            self.wakeup.clear()
+            self.runs.append(now)
+
+    loop = Woken()
+    supervisor = Supervisor(clock)
+    start = clock.monotonic()
+    supervisor.start([loop])
+    await clock.run(1)
+    assert [run - start for run in loop.runs] == [0]
+    loop.wakeup.set()
+    await clock.run(1)
+    assert [run - start for run in loop.runs] == [0, 1]
+    await clock.run(9.5)
+    assert [run - start for run in loop.runs] == [0, 1, 11]
+    await supervisor.stop()
+
+
 async def test_a_loop_that_fails_backs_off_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimClock()
     loop = Flaky(failures=2)
