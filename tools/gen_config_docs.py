@@ -76,7 +76,7 @@ MEANING = {
     "See [operations](operations.md#files-that-cannot-be-deleted).",
     "deleting.dead_letter_retry_s": "Seconds between two tries of a dead letter; by chance up to "
     "half of it less.",
-    "deleting.calls_at_once": "Delete calls under way over all storages, each of up to 1,024 "
+    "deleting.calls_at_once": "Delete calls under way over all storages, each of up to 128 "
     "files. One that takes over a second does not count.",
     "deleting.calls_per_storage": "The same for one storage; there a slow one does count.",
     "repair.scrub_per_second": "Records and files that the background repair looks at in a "
