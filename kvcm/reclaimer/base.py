@@ -113,23 +113,3 @@ class Away:
         _log.warning("%s extent %s: %s", what, entry.extent_id.hex(), error)
         if isinstance(error, NotReady | StaleFence):
             self._shards.add((entry.uid, home_shard(entry.extent_id)))
-
-
-async def each(
-    entries: Iterable[Entry],
-    what: str,
-    work: Callable[[Entry], Awaitable[object]],
-    report: Report,
-) -> None:
-    """Work on entries one after the other; those in shards that failed are left for a later
-    round."""
-    away = Away()
-    for entry in entries:
-        if entry in away:
-            continue
-        try:
-            await work(entry)
-            report.done += 1
-        except KvcmError as error:
-            away.failed(what, entry, error)
-            report.failed += 1
