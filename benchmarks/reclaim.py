@@ -34,7 +34,7 @@ GROUP = "default"
 CLOCK = SystemClock()
 _NEVER = threading.Event()
 _TIMEOUT_S = 30.0
-_SAMPLE_S = 0.1
+_SAMPLE_S = 0.25
 
 
 @dataclass(frozen=True)

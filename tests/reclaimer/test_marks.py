@@ -146,6 +146,24 @@ async def test_no_amount_of_reading_keeps_a_group_above_its_mark(tmp_path: Path)
     await h.close()
 
 
+async def test_instances_do_not_pay_for_one_that_is_still_being_loaded(tmp_path: Path) -> None:
+    h = await opened(tmp_path, group("a", capacity=100 * BLOCK, percentage=0.8))
+    await h.register("a2", group_name="a")
+    await fill(h, 40, "a2")
+    await fill(h, 40, "a")
+    await h.put([1000], "a")
+    h.index("a2").loaded = False
+    (eviction,) = (loop for loop in h.manager.loops if loop.name == "eviction")
+    await eviction.run_once(h.clock.monotonic())
+    assert blocks(h, "a") == 81
+    h.index("a2").loaded = True
+    await eviction.run_once(h.clock.monotonic())
+    usage = h.manager.usage()
+    assert usage.groups["a"].serving_blocks == 75
+    assert usage.instances["a"].serving_blocks == 41
+    await h.close()
+
+
 # ---- how much, how often -----------------------------------------------------------------------
 
 
