@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcm.cache.admission import Admission
 from kvcm.cache.api import KeysRequest
 from kvcm.core import limits
 from kvcm.core.clock import Clock
@@ -49,6 +50,7 @@ class Context:
         self.settings = settings
         self.group_of = group_of
         self.storage_of = storage_of
+        self.admission = Admission(index, storage_of)
 
     def instance(self, instance_id: str) -> InstanceIndex:
         """The index of a registered instance.

@@ -61,9 +61,11 @@ class Lookup:
         selector = index.selector(request.form is WireForm.JSON, asked)
         answer = self._prefix if query == QueryType.PREFIX_MATCH else self._batch
         try:
-            return await answer(index, request, batch, selector)
+            answered = await answer(index, request, batch, selector)
         finally:
             index.shared.cache.shrink()
+        self._context.admission.note(index, batch)
+        return answered
 
     async def _prefix(
         self, index: InstanceIndex, request: LookupRequest, batch: KeyBatch, selector: Selector

@@ -105,6 +105,7 @@ class CacheManager:
             lambda name: self._registry.view.groups.get(name),
             lambda name: self._registry.view.storages.get(name),
         )
+        self.admission = context.admission
         self._lookup = Lookup(context)
         self._files = Files(self._backends.get, view.cluster_uid)
         self._writes = Writes(context, self._files)
@@ -131,6 +132,7 @@ class CacheManager:
         for config in view.storages.values():
             self.shared.storage_types[config.global_unique_name] = config.type
         self.index.follow(view.instances.values(), view.closing)
+        self.admission.follow(view.groups.values())
         self._warn_of_groups_that_never_evict(view)
         # Limits and marks may have changed.
         self.shared.pressure.wake()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcm.cache import placement, room
+from kvcm.cache.admission import Verdict
 from kvcm.cache.base import Context
 from kvcm.cache.placement import Candidate
 from kvcm.cache.scan import Scan, Usable
@@ -28,6 +29,8 @@ from kvcm.metaindex.pressure import Want
 from kvcm.metaindex.readcache import View
 from kvcm.metaindex.records import Phase, Run
 
+ADMISSION = "ADMISSION"
+"""The reason of what admission refused (wire.md §5)."""
 _SCAN_TRIES = 8
 """What a scan found may be evicted while it goes on; after so many tries a hole may stay."""
 
@@ -38,7 +41,7 @@ class Plan:
 
     ``refusal``: a limit lets nothing through. ``wants``: room that eviction could make for what was
     cut or refused; ``fits`` tells whether it is there. ``crosses``: the grant takes usage over a
-    mark.
+    mark. ``verdict``: what admission found of the ``missing`` blocks, if it was asked.
     """
 
     keys: array[int]
@@ -51,6 +54,8 @@ class Plan:
     wants: Sequence[Want] = ()
     fits: Callable[[], bool] = lambda: True
     crosses: bool = False
+    verdict: Verdict | None = None
+    missing: int = 0
 
     @property
     def entries(self) -> list[Entry]:
@@ -93,18 +98,26 @@ class Planner:
             for start, end in _stretches(needed, len(keys)):
                 usable = self._holds(index, needed[start if len(needed) > 1 else 0])
                 await scan.run(start, end, usable)
+            if index.closed:
+                name = index.instance.instance_id[:200]
+                raise InstanceNotExist(f"instance {name!r} does not exist")
+            plan = _first_plan(scan, keys, needed)
+            if plan.granted and self._context.admission.judges(index):
+                plan.verdict = await self._judge(index, plan)
             if scan.intact():
                 break
-        if index.closed:
-            raise InstanceNotExist(f"instance {index.instance.instance_id[:200]!r} does not exist")
-        missing = list(scan.missing(0, len(keys)))
-        if len({keys[i] for i in missing}) < len(missing):
-            # A key twice in one request is granted once.
-            missing = sorted({keys[i]: i for i in reversed(missing)}.values())
-        plan = Plan(keys, needed, scan, missing, "", "")
-        if missing:
+        if plan.granted:
             self._limit(index, plan)
         return plan
+
+    async def _judge(self, index: InstanceIndex, plan: Plan) -> Verdict | None:
+        group = self._group(index)
+        sizes = _sizes(index, plan)
+        chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
+        if chosen is None:
+            return None
+        limits = room.limits_of(index, group, chosen.name, self._context.storage_of(chosen.name))
+        return await self._context.admission.judge(index, plan, sizes, limits)
 
     def _holds(self, index: InstanceIndex, needed: int) -> Usable:
         """Positions that need not be written: serving on an available storage, or being written by
@@ -125,11 +138,11 @@ class Planner:
     def _limit(self, index: InstanceIndex, plan: Plan) -> None:
         """Choose the storage and cut the grant to a leading part that fits all limits."""
         group = self._group(index)
-        size_of = {n: _size_of(index, n) for n in set(plan.needed)}
-        if len(plan.needed) > 1:
-            sizes = [size_of[plan.needed[i]] for i in plan.granted]
-        else:
-            sizes = [size_of[plan.needed[0]]] * len(plan.granted)
+        if plan.verdict is not None and plan.verdict.admitted < len(plan.granted):
+            plan.granted, plan.reason = plan.granted[: plan.verdict.admitted], ADMISSION
+            if not plan.granted:
+                return
+        sizes = _sizes(index, plan)
         chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
         if chosen is None:
             plan.refusal = NoStorage(
@@ -141,7 +154,7 @@ class Planner:
         limits = room.limits_of(index, group, chosen.name, config)
         grant = placement.grant(sizes, room.rooms(limits))
         plan.granted = plan.granted[: grant.count]
-        plan.reason = grant.reason
+        plan.reason = grant.reason or plan.reason
         plan.storage = chosen.name
         plan.crosses = room.crosses(limits, sum(sizes[: grant.count]), grant.count)
         if grant.short:
@@ -173,6 +186,15 @@ class Planner:
             for name in group.storage_candidates
             if index.shared.storages.available(name)
         ]
+
+
+def _first_plan(scan: Scan, keys: array[int], needed: list[int]) -> Plan:
+    """Everything that is missing is granted, as far as this goes."""
+    missing = list(scan.missing(0, len(keys)))
+    if len({keys[i] for i in missing}) < len(missing):
+        # A key twice in one request is granted once.
+        missing = sorted({keys[i]: i for i in reversed(missing)}.values())
+    return Plan(keys, needed, scan, missing, "", "", missing=len(missing))
 
 
 _LIMIT_TEXT = {
@@ -225,6 +247,14 @@ def _stretches(needed: Sequence[int], count: int) -> list[tuple[int, int]]:
 def _size_of(index: InstanceIndex, needed: int) -> int:
     specs = index.instance.location_spec_infos
     return sum(s.size for i, s in enumerate(specs) if needed >> i & 1)
+
+
+def _sizes(index: InstanceIndex, plan: Plan) -> list[int]:
+    """Bytes of each granted block."""
+    size_of = {n: _size_of(index, n) for n in set(plan.needed)}
+    if len(plan.needed) > 1:
+        return [size_of[plan.needed[i]] for i in plan.granted]
+    return [size_of[plan.needed[0]]] * len(plan.granted)
 
 
 def _strategy(group: InstanceGroup) -> CachePreferStrategy:

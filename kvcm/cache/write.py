@@ -67,6 +67,7 @@ class Writes:
         index = self._context.instance(request.instance_id)
         await self._loaded(index)
         batch = await self._context.keys(index, request)
+        self._context.admission.note(index, batch, write=True)
         keys = batch.array()
         needed = needed_specs(index, request.group_names, len(keys))
         wait_s = self._context.settings.room_wait_s
@@ -148,6 +149,8 @@ class Writes:
                 index.shared.pressure.want(plan.wants)
                 if not last:
                     return plan
+            if plan.verdict is not None:
+                self._context.admission.count(index.group, plan.verdict, plan.missing)
             if plan.reason:
                 self._count(index, plan)
             if plan.refusal is not None:
@@ -173,7 +176,7 @@ class Writes:
             index.group,
             index.uid,
             plan.reason,
-            whole=plan.refusal is not None,
+            whole=not plan.granted,
             storage=plan.storage,
             storage_type=index.shared.type_of(plan.storage),
         )
@@ -209,9 +212,9 @@ class Writes:
         clock = self._context.clock
         expires = self._context.now_ms() + self._context.settings.empty_session_timeout_s * 1000
         session = index.sessions.of_nothing(expires, clock.random_bytes(5))
-        entries = plan.entries
-        index.book.touch_chain(entries, self._context.now_ms())
-        return StartWriteAnswer(session, BlockMask(offset=len(plan.keys)), b"", 0)
+        index.book.touch_chain(plan.entries, self._context.now_ms())
+        mask = BlockMask(offset=len(plan.keys))
+        return StartWriteAnswer(session, mask, b"", 0, plan.reason)
 
     async def _grant(
         self, index: InstanceIndex, plan: Plan, timeout_s: int, form: WireForm

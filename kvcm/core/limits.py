@@ -53,6 +53,11 @@ ORDER_STEPS_MAX = 1_000
 EVICTION_UNIT_EXTENTS_MAX = 64
 """Extents in a circle of refilled gaps that are evicted together; a link that would make a larger
 one is not kept."""
+SKETCH_CELLS_MIN = 4_096
+SKETCH_CELLS_MAX = 1 << 24
+"""Counters in a row of a group's frequency sketch (TinyLFU admission); five bytes each."""
+ADMISSION_QUEUE_BYTES_MAX = 8 << 20
+"""Keys of a group's requests that wait to be counted, as they came; the rest is not counted."""
 STORAGE_ROOT_BYTES_MAX = 512
 """Root folder of a file storage; it is part of every allocation's descriptor."""
 KEYS_PER_FILE_MAX = 4_096

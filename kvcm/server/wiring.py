@@ -138,7 +138,8 @@ class Manager(CacheManager):
         )
         loops = build_loops(around)
         self.space = SpaceControl(loops)
-        self.loops = [*loops, ScrubLoop(self.repair, self.scrub_per_second)]
+        scrub = ScrubLoop(self.repair, self.scrub_per_second)
+        self.loops = [*loops, self.admission, scrub]
 
     async def close(self) -> None:
         """End a repair run, then as the use cases."""
