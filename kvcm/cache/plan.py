@@ -82,12 +82,18 @@ class Planner:
         self._context = context
 
     async def plan(
-        self, index: InstanceIndex, keys: array[int], raw: bytes, needed: list[int]
+        self,
+        index: InstanceIndex,
+        keys: array[int],
+        raw: bytes,
+        needed: list[int],
+        verdict: Verdict | None = None,
     ) -> Plan:
         """What of ``keys`` is missing, and how much of it may be granted, on which storage.
 
         Args:
             needed: specs to allocate, as ``needed_specs`` gives them.
+            verdict: what admission said already; a write is judged once.
 
         Raises:
             InstanceNotExist: it was removed meanwhile.
@@ -102,10 +108,11 @@ class Planner:
                 name = index.instance.instance_id[:200]
                 raise InstanceNotExist(f"instance {name!r} does not exist")
             plan = _first_plan(scan, keys, needed)
-            if plan.granted and self._context.admission.judges(index):
-                plan.verdict = await self._judge(index, plan)
+            if verdict is None and plan.granted and self._context.admission.judges(index):
+                verdict = await self._judge(index, plan)
             if scan.intact():
                 break
+        plan.verdict = verdict
         if plan.granted:
             self._limit(index, plan)
         return plan

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from kvcm.cache.admission import Verdict
 from kvcm.cache.api import (
     FinishWriteRequest,
     StartWriteAnswer,
@@ -71,11 +72,12 @@ class Writes:
         keys = batch.array()
         needed = needed_specs(index, request.group_names, len(keys))
         wait_s = self._context.settings.room_wait_s
-        answer = await self._attempt(index, request, batch, needed, last=wait_s <= 0)
+        answer = await self._attempt(index, request, batch, needed, None, last=wait_s <= 0)
         if isinstance(answer, Plan):
             # Nothing is held meanwhile, the keys least of all.
             await self._wait_for_room(index, answer, wait_s)
-            answer = await self._attempt(index, request, batch, needed, last=True)
+            judged = answer.verdict
+            answer = await self._attempt(index, request, batch, needed, judged, last=True)
         assert isinstance(answer, StartWriteAnswer)
         return answer
 
@@ -85,13 +87,14 @@ class Writes:
         request: StartWriteRequest,
         batch: KeyBatch,
         needed: list[int],
+        judged: Verdict | None,
         *,
         last: bool,
     ) -> StartWriteAnswer | Plan:
         """The answer; the plan, when a limit cut it, eviction may help, and it is not the last."""
         # Its own task, so that a cancelled call neither lets go of its keys half-way nor leaves
         # a commit whose end nobody sees.
-        task = asyncio.ensure_future(self._locked(index, request, batch, needed, last))
+        task = asyncio.ensure_future(self._locked(index, request, batch, needed, judged, last))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -136,15 +139,16 @@ class Writes:
         request: StartWriteRequest,
         batch: KeyBatch,
         needed: list[int],
+        judged: Verdict | None,
         last: bool,
     ) -> StartWriteAnswer | Plan:
         keys, raw = batch.array(), batch.raw()
         locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
-            plan = await self._planner.plan(index, keys, raw, needed)
+            plan = await self._planner.plan(index, keys, raw, needed, judged)
             if plan.granted and await self._files.prepared(index.uid, plan.storage):
                 # Limits and what exists may have changed while the folders were made.
-                plan = await self._planner.plan(index, keys, raw, needed)
+                plan = await self._planner.plan(index, keys, raw, needed, plan.verdict)
             if plan.wants:
                 index.shared.pressure.want(plan.wants)
                 if not last:
