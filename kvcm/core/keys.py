@@ -21,6 +21,8 @@ from kvcm.core.errors import InvalidArgument
 INT64_MIN = -(1 << 63)
 INT64_MAX = (1 << 63) - 1
 _LITTLE = sys.byteorder == "little"
+_CONTINUED = bytes(range(0x80, 0x100))
+_SMALL_BYTES = 1024
 _ONE_BYTE = [bytes([value]) for value in range(0x80)]
 _PLACES = np.arange(10)
 _SHIFTS = (7 * _PLACES).astype(np.uint64)
@@ -170,6 +172,9 @@ class KeyBatch:
         if self._count < 0:
             if self.form is KeyForm.RAW:
                 self._count = len(self.data) // 8
+            elif len(self.data) <= _SMALL_BYTES:
+                # NumPy's fixed cost is most of a small lookup's.
+                self._count = len(self.data.translate(None, _CONTINUED))
             else:
                 self._count = int(np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) < 0x80))
         return self._count

@@ -185,6 +185,8 @@ class View:
 def pack_together(views: Iterable[View]) -> None:
     """Make the packed keys of many views: NumPy costs the same for one extent and for dozens."""
     todo = [view for view in views if view.packed is None]
+    if not todo:
+        return
     packed, offsets = pack_keys(b"".join([view.extent.keys for view in todo]))
     marks = np.frombuffer(offsets, dtype=np.uint32)
     at = 0
