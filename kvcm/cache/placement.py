@@ -95,7 +95,7 @@ def _count(sizes: Sequence[int], room: int) -> int:
 
 
 def _fitting(sizes: Sequence[int], room: int) -> int:
-    if room >= UNLIMITED // 2:
+    if room >= UNLIMITED // 2 or sum(sizes) <= room:
         return len(sizes)
     count = 0
     for total in accumulate(sizes):

@@ -197,8 +197,8 @@ class Planner:
 
 def _first_plan(scan: Scan, keys: array[int], needed: list[int]) -> Plan:
     """Everything that is missing is granted, as far as this goes."""
-    missing = list(scan.missing(0, len(keys)))
-    if len({keys[i] for i in missing}) < len(missing):
+    missing = scan.missing(0, len(keys))
+    if len(set(map(keys.__getitem__, missing))) < len(missing):
         # A key twice in one request is granted once.
         missing = sorted({keys[i]: i for i in reversed(missing)}.values())
     return Plan(keys, needed, scan, missing, "", "", missing=len(missing))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcm.core.keys import KeyForm
@@ -131,12 +131,14 @@ class Scan:
             for s in self.segments
         )
 
-    def missing(self, start: int, end: int) -> Iterator[int]:
+    def missing(self, start: int, end: int) -> list[int]:
         """Indexes in [start, end) that no segment covers, ascending."""
+        out: list[int] = []
         i = start
         for segment in self.segments:
             if segment.start + segment.length <= start:
                 continue
-            yield from range(i, min(segment.start, end))
+            out += range(i, min(segment.start, end))
             i = max(i, segment.start + segment.length)
-        yield from range(i, end)
+        out += range(i, end)
+        return out

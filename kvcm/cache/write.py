@@ -228,9 +228,8 @@ class Writes:
         entries = plan.entries
         index.book.touch_chain(entries, extent.started_ms)
         index.book.hold(entries)
-        found = {
-            p: plan.scan.others[i] for p, i in enumerate(plan.granted) if i in plan.scan.others
-        }
+        beside = plan.scan.others
+        found = {p: beside[i] for p, i in enumerate(plan.granted) if i in beside} if beside else {}
         try:
             others = await with_room(index, found) if found else found
             entry = await index.grant(extent, state, others, _parents(index, extent))
