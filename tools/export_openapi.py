@@ -18,6 +18,7 @@ from typing import cast
 from kvcm.cache.api import UsageReport
 from kvcm.reclaimer.repair import Repair
 from kvcm.reclaimer.repair_scope import RepairPorts
+from kvcm.reclaimer.space import SpaceControl
 from kvcm.server.http_routes import Sources, build_app
 from kvcm.server.lifecycle import ADMIN, ADMIN_TITLE, META, META_TITLE
 
@@ -32,8 +33,9 @@ def documents() -> dict[Path, str]:
         error_body=str.encode,
         usage=UsageReport,
         metrics=lambda: b"",
-        # Never run: only its routes are described.
+        # Never run: only their routes are described.
         repair=Repair(cast(RepairPorts, None)),
+        space=cast(SpaceControl, object()),
     )
     return {
         API_DIR / "openapi.json": _text(build_app(META_TITLE, META, plain).openapi()),

@@ -117,12 +117,8 @@ class AdminService:
         self._warn_of_unknown_candidates(group.name)
 
     async def RemoveInstanceGroup(self, call: AnyCall) -> None:
-        name = call.request.name
-        if call.request.force:
-            for instance in list(self._registry.view.instances.values()):
-                if instance.instance_group == name:
-                    await self._cache.remove_instance(instance.instance_id, name)
-        await self._registry.remove_group(name, force=call.request.force)
+        # One transaction: a crash leaves no group with half of its instances.
+        await self._registry.remove_group(call.request.name, force=call.request.force)
 
     async def GetInstanceGroup(self, call: AnyCall) -> None:
         group = self._registry.view.groups.get(call.request.name)

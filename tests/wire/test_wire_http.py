@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,6 +299,14 @@ def test_clients_that_leave_in_the_middle_harm_nobody(server: Server):
 def test_health_and_readiness(server: Server, admin):
     assert server.http.get(server.url("/healthz", admin=admin)).status_code == 200
     assert server.http.get(server.url("/readyz", admin=admin)).json() == {"ready": True}
+
+
+@pytest.mark.parametrize("admin", [False, True], ids=["meta", "admin"])
+def test_the_committed_document_names_every_path_that_is_served(server: Server, admin):
+    name = "openapi.admin.json" if admin else "openapi.json"
+    committed = json.loads((Path(__file__).resolve().parents[2] / "api" / name).read_text())
+    served = server.http.get(server.url("/openapi.json", admin=admin)).json()
+    assert served["paths"].keys() == committed["paths"].keys()
 
 
 # -- fuzz -------------------------------------------------------------------------------
