@@ -29,7 +29,7 @@ from kvcm.metaindex.entry import (
     disown,
     with_ancestors,
 )
-from kvcm.metaindex.policy import LRU, Policy
+from kvcm.metaindex.policy import LFU_HALF_LIFE_TURNOVERS, LRU, Policy, warmed
 
 Place = tuple[str, int]
 """Name and type of a storage."""
@@ -107,6 +107,8 @@ class EvictionOrder:
         self._units: dict[Entry, tuple[Entry, ...]] = {}
         self._bereaved: deque[Entry] = deque()
         self._count = 0
+        self.age = 0.0
+        self._per_half_life = 1.0
 
     def __len__(self) -> int:
         return self._count
@@ -266,9 +268,20 @@ class EvictionOrder:
 
     def touch(self, entries: Iterable[Entry], stamp_ms: int) -> None:
         """Entries were used at ``stamp_ms``. No heap is touched."""
+        counts, age = self.policy.counts, self.age
         for entry in entries:
             if stamp_ms > entry.stamp_ms:
                 entry.stamp_ms = stamp_ms
+            if counts:
+                entry.heat = warmed(entry.heat, age)
+
+    def resize(self, capacity: int) -> None:
+        """What the group may hold, in the unit of ``granted``; LFU ages by it."""
+        self._per_half_life = max(1.0, capacity * LFU_HALF_LIFE_TURNOVERS)
+
+    def granted(self, amount: int) -> None:
+        """So much was granted: LFU's clock goes on."""
+        self.age += amount / self._per_half_life
 
     def set_policy(self, policy: Policy) -> None:
         """Order by another policy. Nothing to do when it is the same; otherwise the leaves are

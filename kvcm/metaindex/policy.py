@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvcm.core.types import CacheReclaimStrategy, ReclaimPolicy, TtlSince
 
-LFU_HALF_LIFE_TURNOVERS = 1.0
+LFU_HALF_LIFE_TURNOVERS = 0.25
 """A use counts half after the group has written this many times its capacity; chosen by
 benchmarks/hitrate.py."""
 
