@@ -12,7 +12,7 @@ from kvcm.cache import placement, room
 from kvcm.cache.admission import Verdict
 from kvcm.cache.base import Context
 from kvcm.cache.placement import Candidate
-from kvcm.cache.scan import Scan, Usable
+from kvcm.cache.scan import Scan, Segment, Usable
 from kvcm.core.errors import (
     CapacityReached,
     InstanceNotExist,
@@ -295,3 +295,25 @@ def runs_of(plan: Plan) -> tuple[Run, ...]:
         parent, parent_position = before.get(depth, (None, 0))
         runs.append(Run(position, depth, parent, parent_position))
     return tuple(runs)
+
+
+def followers_of(plan: Plan) -> tuple[bytes, ...]:
+    """Extents that go on behind blocks that are granted now: these fill a gap.
+
+    They are what the request lists right behind a granted run, and what held a granted block
+    before. Only where the request names blocks at their depth: others list no chain.
+    """
+    granted = set(plan.granted)
+    behind = [s for s in plan.scan.segments if s.start - 1 in granted]
+    before = [s for i, s in plan.scan.former.items() if i in granted]
+    found = (s.view.extent for s in (*behind, *before) if _depth_of(s) == s.start)
+    return tuple(dict.fromkeys(extent.extent_id for extent in found))
+
+
+def _depth_of(segment: Segment) -> int:
+    """Index in the request of old at which the segment's first block was granted."""
+    run = max(
+        (r for r in segment.view.extent.runs if r.start <= segment.position),
+        key=lambda r: r.start,
+    )
+    return run.depth + segment.position - run.start

@@ -40,6 +40,7 @@ class Scan:
     Attributes:
         segments: what was found, in request order.
         others: for keys that were not found, the references of their rows that still hold a place.
+        former: for keys that were not found, where a living extent held them before.
 
     With ``partial``, what lies in shards that cannot be reached counts as not found.
     """
@@ -53,6 +54,7 @@ class Scan:
         self.raw = raw
         self.segments: list[Segment] = []
         self.others: dict[int, RowRefs] = {}
+        self.former: dict[int, Segment] = {}
         self._values: dict[int, bytes | None] = {}
         self._found: dict[bytes, View] = {}
         self._chunk = _CHUNK_FIRST
@@ -85,11 +87,11 @@ class Scan:
                 view.hot = True
                 self.segments.append(Segment(i, count, view, position))
                 return count
-        kept = [
-            (v.extent.extent_id, p)
-            for v, p in refs
-            if v.live >> p & 1 and v.key_at(p) == self.raw[8 * i : 8 * i + 8]
-        ]
+        key = self.raw[8 * i : 8 * i + 8]
+        holders = [(v, p) for v, p in refs if v.key_at(p) == key]
+        kept = [(v.extent.extent_id, p) for v, p in holders if v.live >> p & 1]
+        if len(kept) < len(holders):
+            self.former[i] = next(Segment(i, 1, v, p) for v, p in holders if not v.live >> p & 1)
         if kept:
             self.others[i] = kept
         return 1

@@ -18,7 +18,7 @@ from kvcm.cache.api import (
 from kvcm.cache.base import Context
 from kvcm.cache.files import Files
 from kvcm.cache.locks import KeyLocks
-from kvcm.cache.plan import Plan, Planner, keys_of, needed_specs, runs_of, subsets_of
+from kvcm.cache.plan import Plan, Planner, followers_of, keys_of, needed_specs, runs_of, subsets_of
 from kvcm.cache.rowlimit import with_room
 from kvcm.core import quota
 from kvcm.core.errors import (
@@ -273,6 +273,7 @@ class Writes:
             runs=runs,
             started_ms=self._context.now_ms(),
             timeout_s=timeout_s,
+            followers=followers_of(plan),
         )
         owner = answers.owner_of(shared.cluster_uid, index.uid, draft)
         return replace(draft, descriptor=storage.place(owner, spec_slots(draft)))

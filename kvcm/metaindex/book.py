@@ -21,7 +21,7 @@ class Book:
 
     ``over`` are the retired and aborted ones, kept for repeated finishes; ``dirty`` those whose
     stamp is not stored yet; ``unlinked`` those that were read from the store and whose parents, by
-    their ``runs``, are still to be found. What is unlinked is not evicted.
+    their runs, and followers are still to be found. What is unlinked is not evicted.
     """
 
     def __init__(self, order: EvictionOrder) -> None:
@@ -30,52 +30,74 @@ class Book:
         self.dirty: dict[Entry, None] = {}
         self.over: dict[bytes, Entry] = {}
         self.open_count = 0
-        self.unlinked: dict[Entry, Sequence[Run]] = {}
+        self.unlinked: dict[Entry, tuple[Sequence[Run], Sequence[bytes]]] = {}
         self._deadlines: list[tuple[float, bytes]] = []
 
-    def add(
-        self, entry: Entry, parents: Iterable[Entry] = (), *, runs: Sequence[Run] | None = None
+    def add(self, entry: Entry, parents: Iterable[Entry] = ()) -> None:
+        """Add or replace an entry that builds on ``parents``."""
+        self._enter(entry, parents)
+        self.order.touch((entry,), entry.stamp_ms)
+        if entry.phase is Phase.SETTLED:
+            self.order.add(entry)
+
+    def add_unlinked(
+        self, entry: Entry, runs: Sequence[Run], followers: Sequence[bytes] = ()
     ) -> None:
-        """Add or replace an entry that builds on ``parents``; with ``runs`` it is linked later."""
+        """Add or replace an entry that was read from the store; its links are found later."""
+        self._enter(entry)
+        if entry.alive:
+            self.unlinked[entry] = runs, followers
+
+    def _enter(self, entry: Entry, parents: Iterable[Entry] = ()) -> None:
         self.forget(entry.extent_id)
         self.entries[entry.extent_id] = entry
-        if entry.phase not in (Phase.OPEN, Phase.SETTLED):
-            self.over[entry.extent_id] = entry
-            return
         if entry.phase is Phase.OPEN:
             self.open_count += 1
+        elif entry.phase is not Phase.SETTLED:
+            self.over[entry.extent_id] = entry
+            return
         self.order.link(entry, parents)
-        if runs is not None:
-            self.unlinked[entry] = runs
-        elif entry.phase is Phase.SETTLED:
-            self.order.add(entry)
+
+    def follow(self, entry: Entry, followers: Iterable[bytes]) -> None:
+        """``entry`` fills a gap before the extents ``followers``."""
+        for extent_id in followers:
+            follower = self.entries.get(extent_id)
+            if follower is not None:
+                self.order.join(follower, entry)
 
     def settle(self, entry: Entry, stamp_ms: int) -> None:
         """An open entry now serves, from ``stamp_ms`` on: that renews what it builds on."""
         self.open_count -= 1
-        for used in with_ancestors((entry,)):
-            self._stamp(used, stamp_ms)
+        entry.stamp_ms = max(entry.stamp_ms, stamp_ms)
+        self._to_store((entry, *self._renew(entry)))
         if entry not in self.unlinked:
             self.order.add(entry)
 
     def link_up(self, entry: Entry) -> None:
         """Find the parents of an unlinked entry. A parent is at least as young as its child."""
-        runs = self.unlinked.get(entry)
-        if runs is None:
+        if entry not in self.unlinked:
             return
-        names = dict.fromkeys(run.parent for run in runs if run.parent is not None)
+        names = dict.fromkeys(run.parent for run in self.unlinked[entry][0] if run.parent)
         parents = [p for p in map(self.entries.get, names) if p is not None]
         self.order.link(entry, parents)
         if len(parents) < len(names):
             entry.orphan = True
         self._renew(entry)
+        self.order.age = max(self.order.age, entry.heat)
+
+    def follow_up(self, entry: Entry) -> None:
+        """All have their parents: whose gap did this one fill?"""
+        if entry in self.unlinked:
+            self.follow(entry, self.unlinked[entry][1])
 
     def admit(self, entry: Entry) -> None:
         """All that were read are linked: this one may be evicted from now on."""
         if self.unlinked.pop(entry, None) is not None and entry.phase is Phase.SETTLED:
             self.order.add(entry)
 
-    def _renew(self, entry: Entry) -> None:
+    def _renew(self, entry: Entry) -> list[Entry]:
+        """Raise what it builds on to its stamp; those that changed."""
+        raised: list[Entry] = []
         stack = [entry]
         while stack:
             entry = stack.pop()
@@ -83,6 +105,8 @@ class Book:
                 if parent.stamp_ms < entry.stamp_ms:
                     parent.stamp_ms = entry.stamp_ms
                     stack.append(parent)
+                    raised.append(parent)
+        return raised
 
     def leave(self, entry: Entry, was: Phase) -> None:
         """Take an entry that is now retired or aborted out of the order; it stays known."""
@@ -125,8 +149,9 @@ class Book:
 
     def touch(self, entries: Iterable[Entry], stamp_ms: int) -> None:
         """Stamp entries and all their ancestors as just used."""
-        for entry in with_ancestors(entries):
-            self._stamp(entry, stamp_ms)
+        used = list(with_ancestors(entries))
+        self.order.touch(used, stamp_ms)
+        self._to_store(used)
 
     def touch_chain(self, entries: Sequence[Entry], stamp_ms: int) -> None:
         """Stamp entries that follow each other in a request, and all their ancestors.
@@ -138,12 +163,12 @@ class Book:
                 self.order.join(entries[i], entries[i - 1])
         self.touch(entries, stamp_ms)
 
-    def _stamp(self, entry: Entry, stamp_ms: int) -> None:
-        if stamp_ms > entry.stamp_ms:
-            entry.stamp_ms = stamp_ms
-        if not entry.stamped:
-            entry.stamped = True
-            self.dirty[entry] = None
+    def _to_store(self, entries: Iterable[Entry]) -> None:
+        dirty = self.dirty
+        for entry in entries:
+            if not entry.stamped:
+                entry.stamped = True
+                dirty[entry] = None
 
     def hold(self, entries: Iterable[Entry]) -> None:
         """Keep entries, and so what they build on, from eviction until ``release``."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvcm.metaindex.ledger import Delta
-from kvcm.metaindex.records import Extent, Phase, State
+from kvcm.metaindex.records import Extent, State
 
 if TYPE_CHECKING:
     from kvcm.metaindex.order import Shelf
@@ -94,8 +94,8 @@ class Entry:
 
     @property
     def alive(self) -> bool:
-        """Whether blocks of it are served or being written."""
-        return self.phase is Phase.SETTLED or self.phase is Phase.OPEN
+        """Whether blocks of it are served or being written, and others may build on it."""
+        return self.shelf is not None
 
 
 def adopt(parent: Entry, child: Entry) -> None:

@@ -223,6 +223,8 @@ class InstanceIndex(InstanceLoader):
         deadline = self.clock.monotonic() + extent.timeout_s
         entry.keep_until = deadline
         self.book.add(entry, parents)
+        self.book.follow(entry, extent.followers)
+        self.book.order.granted(delta.counted)
         self.book.expect(entry, deadline)
         self._unlink(extent)
         try:
@@ -328,7 +330,7 @@ class InstanceIndex(InstanceLoader):
             entry.stamped = False
             if entry.phase in (Phase.OPEN, Phase.SETTLED):
                 taken.append(entry)
-                value = entry.stamp_ms.to_bytes(8, "big")
+                value = records.encode_due(entry.stamp_ms, entry.heat)
                 groups.setdefault(home_shard(entry.extent_id), []).append(
                     Write(Table.DUE, entry.extent_id, value)
                 )

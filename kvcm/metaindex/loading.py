@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import math
 from dataclasses import replace
 
 from kvcm.core.errors import CorruptRecord
@@ -18,6 +19,7 @@ from kvcm.metaindex.store import Table
 
 _SCAN_PAGE = 128
 _LINKS_PER_STEP = 256
+_UNUSED = (0, -math.inf)
 
 
 class InstanceLoader(InstanceReader):
@@ -52,14 +54,14 @@ class InstanceLoader(InstanceReader):
             for key, value in page:
                 if key[EXTENT_ID_BYTES:] == b"\0\0":
                     self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
-        stamps: dict[bytes, int] = {}
+        uses: dict[bytes, tuple[int, float]] = {}
         async for page in store.scan(shard, Table.DUE):
-            stamps.update((k, int.from_bytes(v, "big")) for k, v in page)
+            uses.update((k, records.decode_due(v)) for k, v in page)
         found: set[bytes] = set()
         async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
             for key, value in page:
                 extent = headers.get(key)
-                if extent is not None and self._load_entry(extent, value, stamps.get(key, 0)):
+                if extent is not None and self._load_entry(extent, value, uses.get(key, _UNUSED)):
                     found.add(key)
         for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
             if extent_id not in found:
@@ -96,7 +98,7 @@ class InstanceLoader(InstanceReader):
         headers[extent_id] = replace(header, keys=bytes(8 * count))
         counts[extent_id] = count
 
-    def _load_entry(self, extent: Extent, value: bytes, stamp_ms: int) -> bool:
+    def _load_entry(self, extent: Extent, value: bytes, use: tuple[int, float]) -> bool:
         try:
             state = records.decode_state(extent.extent_id, value)
         except CorruptRecord as error:
@@ -111,10 +113,10 @@ class InstanceLoader(InstanceReader):
             self._follow(known, extent, state)
             return True
         entry = Entry(self.uid, extent, state, held_by(extent, state))
-        entry.stamp_ms = max(stamp_ms, state.stamp_ms)
+        entry.stamp_ms, entry.heat = max(use[0], state.stamp_ms), use[1]
         deadline = self.clock.monotonic() + extent.timeout_s
         entry.keep_until = deadline
-        self.book.add(entry, runs=extent.runs)
+        self.book.add_unlinked(entry, extent.runs, extent.followers)
         if state.phase is Phase.OPEN:
             self.book.expect(entry, deadline)
         elif state.phase is not Phase.SETTLED:
@@ -124,7 +126,7 @@ class InstanceLoader(InstanceReader):
     async def _link(self) -> None:
         """Find what each extent that was read builds on; only then may the first be evicted."""
         read = list(self.book.unlinked)
-        for step in (self.book.link_up, self.book.admit):
+        for step in (self.book.link_up, self.book.follow_up, self.book.admit):
             for number, entry in enumerate(read):
                 step(entry)
                 if number % _LINKS_PER_STEP == 0:

@@ -108,7 +108,7 @@ class EvictionOrder:
         self._bereaved: deque[Entry] = deque()
         self._count = 0
         self.age = 0.0
-        self._per_half_life = 1.0
+        self._per_half_life = IDLE
 
     def __len__(self) -> int:
         return self._count
@@ -276,8 +276,9 @@ class EvictionOrder:
                 entry.heat = warmed(entry.heat, age)
 
     def resize(self, capacity: int) -> None:
-        """What the group may hold, in the unit of ``granted``; LFU ages by it."""
-        self._per_half_life = max(1.0, capacity * LFU_HALF_LIFE_TURNOVERS)
+        """What the group can hold, in the unit of ``granted``; LFU ages by it. Until it is known
+        nothing ages."""
+        self._per_half_life = capacity * LFU_HALF_LIFE_TURNOVERS if capacity > 0 else IDLE
 
     def granted(self, amount: int) -> None:
         """So much was granted: LFU's clock goes on."""

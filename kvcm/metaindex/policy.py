@@ -17,6 +17,8 @@ LFU_HALF_LIFE_TURNOVERS = 0.25
 """A use counts half after the group has written this many times its capacity; chosen by
 benchmarks/hitrate.py."""
 
+_LONG_AGO = 1e15
+
 
 class Used(Protocol):
     """What a policy looks at. Times are epoch milliseconds; ``heat`` as ``warmed`` makes it."""
@@ -46,7 +48,8 @@ class Policy:
     def score(self, used: Used) -> float:
         """What extents are ordered by."""
         if self.kind is ReclaimPolicy.LFU:
-            return used.heat
+            # What was used before uses were counted goes first, the least recently used first.
+            return used.heat if used.heat > -math.inf else used.stamp_ms - _LONG_AGO
         return used.finished_ms if self.since_finish else used.stamp_ms
 
 

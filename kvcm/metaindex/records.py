@@ -8,12 +8,13 @@ whose first 8 bytes are its version. A row is a list of (extent id, position).
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,6 +28,7 @@ from kvcm.metaindex.store import VERSION_BYTES
 _log = logging.getLogger(__name__)
 _FORMAT = b"\x01"
 _CHUNK_KEY = struct.Struct(">H")
+_DUE = struct.Struct(">BQd")
 _REF = struct.Struct(">12sH")
 _pack = msgspec.msgpack.Encoder().encode
 _Header = tuple[
@@ -42,8 +44,25 @@ _Header = tuple[
     int,
     int,
 ]
+_FollowedHeader = tuple[
+    int,
+    str,
+    int,
+    bytes,
+    tuple[tuple[str, int], ...],
+    tuple[int, ...],
+    bytes,
+    int,
+    tuple[tuple[int, int, bytes | None, int], ...],
+    int,
+    int,
+    tuple[bytes, ...],
+]
+_HEADER_FIELDS = 11
+"""Of a header without followers, as nearly all are: the first byte of a msgpack array tells."""
 # Typed, so that whatever stands in a damaged record is refused before anything is made of it.
 _read_header = msgspec.msgpack.Decoder(_Header).decode
+_read_followed = msgspec.msgpack.Decoder(_FollowedHeader).decode
 _read_state = msgspec.msgpack.Decoder(tuple[int, int, bytes, bytes, bytes, int, int, int]).decode
 _read_trash = msgspec.msgpack.Decoder(tuple[str, bytes, int, bool, bool]).decode
 
@@ -84,7 +103,8 @@ class Extent:
 
     ``keys`` is raw little-endian int64, 8 bytes a block. ``spec_sets`` has one bit set per spec of
     ``specs`` for each distinct subset in use; ``subset_of`` names the subset of each block by one
-    byte, empty when all blocks use ``spec_sets[0]``.
+    byte, empty when all blocks use ``spec_sets[0]``. ``followers`` are extents that were there
+    before and hold blocks behind its own: it filled a gap.
     """
 
     extent_id: bytes
@@ -99,6 +119,7 @@ class Extent:
     runs: tuple[Run, ...]
     started_ms: int
     timeout_s: int
+    followers: tuple[bytes, ...] = ()
 
     @property
     def count(self) -> int:
@@ -184,21 +205,20 @@ def chunk_key(extent_id: bytes, chunk: int) -> bytes:
 
 def encode_extent(extent: Extent) -> list[tuple[bytes, bytes]]:
     """(key, value) of each chunk; the first one holds the header."""
-    header = _pack(
-        (
-            extent.count,
-            extent.storage,
-            extent.storage_type,
-            extent.descriptor,
-            extent.specs,
-            extent.spec_sets,
-            extent.subset_of,
-            extent.trim,
-            [(r.start, r.depth, r.parent, r.parent_position) for r in extent.runs],
-            extent.started_ms,
-            extent.timeout_s,
-        )
+    fields: tuple[Any, ...] = (
+        extent.count,
+        extent.storage,
+        extent.storage_type,
+        extent.descriptor,
+        extent.specs,
+        extent.spec_sets,
+        extent.subset_of,
+        extent.trim,
+        [(r.start, r.depth, r.parent, r.parent_position) for r in extent.runs],
+        extent.started_ms,
+        extent.timeout_s,
     )
+    header = _pack((*fields, extent.followers) if extent.followers else fields)
     step = BLOCKS_PER_CHUNK_MAX * 8
     bodies = [extent.keys[at : at + step] for at in range(0, len(extent.keys), step)]
     bodies[0] = struct.pack(">I", len(header)) + header + bodies[0]
@@ -220,7 +240,7 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
     try:
         body = _unseal(chunk_key(extent_id, 0), first)
         (size,) = struct.unpack_from(">I", body)
-        f = _read_header(body[4 : 4 + size])
+        f, followers = _header_of(body[4 : 4 + size])
         count, specs, sets, subset_of = f[0], f[4], f[5], f[6]
         keys = body[4 + size :]
         if not 0 < count <= BLOCKS_PER_EXTENT_MAX:
@@ -246,10 +266,20 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
             runs=tuple(Run(*run) for run in f[8]),
             started_ms=f[9],
             timeout_s=f[10],
+            followers=followers,
         )
     except (ValueError, TypeError, IndexError, struct.error, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"extent {extent_id.hex()}: {error}") from error
     return extent, count
+
+
+def _header_of(data: bytes) -> tuple[_Header, tuple[bytes, ...]]:
+    if data[:1] == bytes([0x90 | _HEADER_FIELDS]):
+        return _read_header(data), ()
+    *fields, followers = _read_followed(data)
+    if any(len(f) != EXTENT_ID_BYTES for f in followers):
+        raise ValueError("follower")
+    return cast(_Header, tuple(fields)), followers
 
 
 def join_chunks(extent: Extent, count: int, rest: Sequence[bytes | None]) -> Extent:
@@ -341,6 +371,22 @@ def decode_trash(key: bytes, data: bytes) -> Trash:
         )
     except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"trash {key.hex()}: {error}") from error
+
+
+def encode_due(stamp_ms: int, heat: float) -> bytes:
+    """When an extent was last used, and how often (-inf: not counted)."""
+    stamp = stamp_ms.to_bytes(8, "big")
+    return stamp if heat == -math.inf else _DUE.pack(1, stamp_ms, heat)
+
+
+def decode_due(data: bytes) -> tuple[int, float]:
+    """Inverse of ``encode_due``; what does not parse was never used."""
+    if len(data) == 8:
+        return int.from_bytes(data, "big"), -math.inf
+    if len(data) != _DUE.size or data[0] != 1:
+        return 0, -math.inf
+    _, stamp_ms, heat = _DUE.unpack(data)
+    return (stamp_ms, heat) if math.isfinite(heat) else (stamp_ms, -math.inf)
 
 
 REF_BYTES = _REF.size

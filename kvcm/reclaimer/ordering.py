@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcm.core.errors import KvcmError
+from kvcm.core.quota import group_capacity
 from kvcm.metaindex.changes import change_many
 from kvcm.metaindex.entry import Entry
 from kvcm.metaindex.order import EvictionOrder
@@ -25,6 +26,8 @@ class OrderLoop:
             order = self._around.index.shared.order_of(group.name)
             cache = group.cache_config
             order.set_policy(policy_of(cache.reclaim_strategy if cache is not None else None))
+            used = self._around.index.shared.ledger.group(group.name).counted
+            order.resize(min(group_capacity(group), used))
             order.refresh(PER_ROUND)
             if order.policy.ttl_ms:
                 await self._expire(order, report)
