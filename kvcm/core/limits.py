@@ -48,7 +48,7 @@ ROW_REFS_MAX = 16
 """Locations one row can name."""
 STEP_S_MAX = 0.002
 """No step holds the event loop longer."""
-ORDER_STEPS_MAX = 1_000
+ORDER_STEPS_MAX = 500
 """Heap operations of one question to an eviction order: below 2 ms."""
 EVICTION_UNIT_EXTENTS_MAX = 64
 """Extents in a circle of refilled gaps that are evicted together; a link that would make a larger

@@ -6,7 +6,9 @@ parents. A child lives while it is open or settled.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvcm.metaindex.ledger import Delta
@@ -19,6 +21,12 @@ OUT = None
 """``Entry.queued`` of what is not in the eviction order."""
 IDLE = float("inf")
 """``Entry.queued`` of what is in the order but in no heap."""
+
+
+@lru_cache(maxsize=4096)
+def one_of(held: Delta) -> Delta:
+    """One object for all extents that hold as much: few sizes are common."""
+    return held
 
 
 class Entry:
@@ -63,7 +71,8 @@ class Entry:
     def __init__(self, uid: str, extent: Extent, state: State, held: Delta) -> None:
         self.uid = uid
         self.extent_id = extent.extent_id
-        self.storage = extent.storage
+        # Decoded anew with every record; one string for all of them.
+        self.storage = sys.intern(extent.storage)
         self.storage_type = extent.storage_type
         self.trim = extent.trim
         self.depth = max((run.depth for run in extent.runs), default=0)
@@ -71,7 +80,7 @@ class Entry:
         self.stamp_ms = state.stamp_ms
         self.finished_ms = state.finished_ms
         self.heat = -IDLE
-        self.held = held
+        self.held = one_of(held)
         self.parents: tuple[Entry, ...] = ()
         self.children: Entry | set[Entry] | None = None
         self.orphan = False

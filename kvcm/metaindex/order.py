@@ -348,6 +348,7 @@ class EvictionOrder:
     def refresh(self, limit: int) -> None:
         """Background work of about ``limit`` heap operations, so that ``coldest`` has little to
         catch up with after a long time without eviction."""
+        limit = min(limit, ORDER_STEPS_MAX)
         left = self._begin(limit)
         for shelf in self._shelves.values():
             while shelf.skipped and left:

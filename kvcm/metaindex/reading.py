@@ -19,6 +19,7 @@ from kvcm.core.types import Instance
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import Selector, owner_of
 from kvcm.metaindex.book import Book, Entry
+from kvcm.metaindex.entry import one_of
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, SessionIds, home_shard
 from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.ledger import Delta
@@ -135,7 +136,7 @@ class InstanceReader(abc.ABC):
                 self.book.leave(entry, was)
                 self.ended.append(entry)
             return
-        entry.held = held_by(extent, state)
+        entry.held = one_of(held_by(extent, state))
         if state.phase is Phase.OPEN:
             entry.state = state
         elif was is Phase.OPEN:

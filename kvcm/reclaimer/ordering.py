@@ -10,6 +10,8 @@ from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.policy import policy_of
 from kvcm.reclaimer.base import PER_ROUND, Away, Report, Surroundings, retire_with
 
+_STEPS_PER_ROUND = 256
+
 
 class OrderLoop:
     """Follows each group's policy, and retires what is older than its ``ttl_seconds``."""
@@ -28,7 +30,7 @@ class OrderLoop:
             order.set_policy(policy_of(cache.reclaim_strategy if cache is not None else None))
             used = self._around.index.shared.ledger.group(group.name).counted
             order.resize(min(group_capacity(group), used))
-            order.refresh(PER_ROUND)
+            order.refresh(_STEPS_PER_ROUND)
             if order.policy.ttl_ms:
                 await self._expire(order, report)
         return report
