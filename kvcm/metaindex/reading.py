@@ -129,6 +129,9 @@ class InstanceReader(abc.ABC):
     def _follow(self, entry: Entry, extent: Extent, state: State) -> None:
         """Take an entry to what its record says."""
         was = entry.phase
+        if state.phase < was:
+            # The answer to a commit came after that of a later one.
+            return
         entry.phase = state.phase
         entry.finished_ms = state.finished_ms
         if state.phase in (Phase.RETIRED, Phase.ABORTED):
