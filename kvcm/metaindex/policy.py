@@ -15,7 +15,7 @@ from kvcm.core.types import CacheReclaimStrategy, ReclaimPolicy, TtlSince
 
 LFU_HALF_LIFE_TURNOVERS = 0.25
 """A use counts half after the group has written this many times its capacity; chosen by
-benchmarks/hitrate.py."""
+benchmarks/policies.py."""
 
 _LONG_AGO = 1e15
 

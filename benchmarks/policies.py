@@ -1,7 +1,7 @@
 """Hit rates of the eviction policies on a request trace, beside exact LRU per block.
 
 Offline, with the order and the policies that the manager runs, over stand-ins for extents: what one
-request misses is one extent. ``python -m benchmarks.hitrate TRACE...``.
+request misses is one extent. ``python -m benchmarks.policies TRACE...``.
 """
 
 from __future__ import annotations
