@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 
-from benchmarks import cases, load, reclaim, results, store
+from benchmarks import cases, hitrate, load, reclaim, results, store
 from benchmarks.profile import What, profile
 
 app = typer.Typer(
@@ -140,6 +140,35 @@ def reclaim_command(
         typer.echo(f"wrote {path}")
 
 
+@app.command("hitrate")
+def hitrate_command(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files.")],
+    shares: Annotated[
+        str, typer.Option(help="Capacities, shares of a trace's distinct blocks.")
+    ] = "0.05,0.1,0.25,0.5",
+    policies: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(hitrate.POLICIES)}.")
+    ] = ",".join(hitrate.POLICIES),
+    processes: Annotated[int, typer.Option(help="Replays at a time.")] = 2,
+    requests: Annotated[int, typer.Option(help="At the head of each trace; 0 = all.")] = 0,
+    save: Annotated[bool, typer.Option(help="Write a result file and renew the tables.")] = False,
+) -> None:
+    """Hit rates of the eviction policies on traces, through the service, beside exact LRU."""
+    files = tuple(map(str, traces))
+    wanted = tuple(map(float, shares.split(",")))
+    options = hitrate.Options(files, wanted, tuple(policies.split(",")), processes, requests)
+    rows = hitrate.measure(options, typer.echo)
+    shape = next(case for case in results.CASES if case.name == "hitrate")
+    typer.echo("\n" + results.table(shape, rows))
+    if save:
+        names = tuple(path.name for path in traces)
+        command = " ".join(["python -m benchmarks hitrate", *names])
+        shown = replace(options, traces=names)
+        path = results.write("hitrate", rows, command, shown, results.RESULTS)
+        results.update_readme()
+        typer.echo(f"wrote {path}")
+
+
 @app.command()
 def report() -> None:
     """Put the newest result files into the tables of the README."""
@@ -149,7 +178,7 @@ def report() -> None:
 
 def main() -> None:
     """Without a subcommand everything is measured."""
-    commands = {"run", "profile", "reclaim", "report", "store", "--help", "-h"}
+    commands = {"run", "hitrate", "profile", "reclaim", "report", "store", "--help", "-h"}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.argv.insert(1, "run")
     app()

@@ -120,6 +120,26 @@ CASES = (
         "with the calls.",
     ),
     Case(
+        "hitrate",
+        "Hit rates on request traces, through the service",
+        (
+            Column("trace", "trace"),
+            Column("share", "capacity, % of the distinct blocks", "{:.0f}"),
+            Column("blocks", "blocks", "{:,}"),
+            Column("exact", "exact LRU by blocks, offline, %", "{:.2f}"),
+            Column("lru", "LRU %", "{:.2f}"),
+            Column("lfu", "LFU %", "{:.2f}"),
+            Column("tinylfu_lru", "TinyLFU + LRU %", "{:.2f}"),
+            Column("tinylfu_lfu", "TinyLFU + LFU %", "{:.2f}"),
+            Column("ceiling", "unlimited %", "{:.2f}"),
+            Column("unreachable", "unreachable blocks", "{:,}"),
+        ),
+        "Hits: blocks in matched prefixes, of all blocks asked for. The capacity is a hard limit "
+        "that also is the high and the low mark: nothing is evicted before room is lacking, and no "
+        "more than that. Unreachable: blocks that serve at the end and that no request of the "
+        "trace finds, the worst policy's.",
+    ),
+    Case(
         "reclaim",
         "Reclaim: writers at the disk's speed into a full group, beside lookups",
         (

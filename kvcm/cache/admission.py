@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from kvcm.cache.api import AdmissionUsage
 from kvcm.cache.room import Limit
 from kvcm.core import quota
 from kvcm.core.errors import InvalidArgument, KvcmError
@@ -40,7 +41,9 @@ CELLS_PER_BLOCK = 4
 """Counters in a row of the sketch for each block of the capacity."""
 VICTIMS_FIRST, VICTIMS_MAX = 8, 64
 """Extents that one write is compared with: at first, and at most."""
-_SLICE_KEYS = 1024
+STAYS_PER_USE = 2
+"""How often a victim may stay for each of its uses."""
+_SLICE_KEYS = 2048
 _SLICE_BYTES = 10 * _SLICE_KEYS
 _SLICES_INLINE = 4
 _RUNS_MAX = 4
@@ -48,22 +51,12 @@ _DEFENCES_MAX = 4096
 
 
 @dataclass(slots=True)
-class AdmissionCounts:
-    """Blocks that were compared with victims, and requests that were not counted because too many
-    were waiting."""
-
-    admitted: int = 0
-    refused: int = 0
-    dropped: int = 0
-
-
-@dataclass(slots=True)
 class _Defence:
-    """A victim that was compared: its leading blocks, and the uses it has spent on staying."""
+    """A victim that was compared: its leading blocks, and how often it stayed."""
 
     stamp_ms: int
     keys: Hashes
-    spent: int = 0
+    stays: int = 0
 
 
 @dataclass(slots=True)
@@ -87,7 +80,7 @@ class GroupFrequencies:
     """What one group's requests ask for, and how its victims stand."""
 
     def __init__(self) -> None:
-        self.counts = AdmissionCounts()
+        self.admitted = self.refused = self.uncounted = 0
         self.sketch: FrequencySketch | None = None
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
@@ -110,7 +103,7 @@ class GroupFrequencies:
     def note(self, seed: int, batch: KeyBatch, *, write: bool) -> bool:
         """Queue a request; False when the queue is full and it will not be counted."""
         if self._queued_bytes + len(batch.data) > ADMISSION_QUEUE_BYTES_MAX:
-            self.counts.dropped += 1
+            self.uncounted += 1
             return False
         self._queued_bytes += len(batch.data)
         self._queue.append(_Waiting(seed, batch, write))
@@ -134,11 +127,15 @@ class GroupFrequencies:
             self._queued_bytes -= len(waiting.batch.data)
         return True
 
+    def usage(self) -> AdmissionUsage:
+        """As operators see it."""
+        return AdmissionUsage(self.ready, self.admitted, self.refused, self.uncounted)
+
     def defence(self, entry: Entry) -> _Defence | None:
         """What is remembered of a victim; nothing once it was used again."""
         found = self._defences.get(entry.extent_id)
         if found is not None and found.stamp_ms < entry.stamp_ms:
-            found.stamp_ms, found.spent = entry.stamp_ms, 0
+            found.stamp_ms, found.stays = entry.stamp_ms, 0
         return found
 
     def remember(self, entry: Entry, keys: Hashes) -> _Defence:
@@ -199,7 +196,7 @@ class Admission:
     def note(self, index: InstanceIndex, batch: KeyBatch, *, write: bool = False) -> None:
         """A request uses these keys; of a lookup and the write that follows, one counts."""
         group = self.groups.get(index.group) if self.groups else None
-        if group is not None and group.note(_seed(index.uid), batch, write=write):
+        if group is not None and group.note(seed_of(index.uid), batch, write=write):
             self.wakeup.set()
 
     async def run_once(self, now: float) -> None:
@@ -252,7 +249,7 @@ class Admission:
                 break
             await asyncio.sleep(0)
         raw = b"".join([plan.scan.raw[8 * i : 8 * i + 8] for i in plan.granted])
-        uses = group.estimate(hashes(raw, _seed(index.uid)))
+        uses = group.estimate(hashes(raw, seed_of(index.uid)))
         free = _Free(pressed, sizes)
         unpressed = free.count
         mine = set(with_ancestors(plan.entries))
@@ -283,14 +280,14 @@ class Admission:
         """A verdict was followed; ``asked`` blocks were missing."""
         counted = self.groups.get(group)
         if counted is not None:
-            counted.counts.admitted += verdict.admitted - verdict.unpressed
-            counted.counts.refused += asked - verdict.admitted
+            counted.admitted += verdict.admitted - verdict.unpressed
+            counted.refused += asked - verdict.admitted
 
     async def _stays(self, group: GroupFrequencies, victim: Entry, candidate: int) -> bool:
         """Whether a victim was used more often than a block that would displace it.
 
-        Each time it stays costs it one of its uses, until it is used again: what was popular once
-        cannot hold out for ever.
+        Staying costs it one of its uses every few times, until it is used again: what was popular
+        once cannot hold out for ever.
         """
         defence = group.defence(victim)
         if defence is None:
@@ -298,9 +295,10 @@ class Admission:
             if keys is None:
                 return False
             defence = group.remember(victim, keys)
-        if int(group.estimate(defence.keys).max()) - defence.spent <= candidate:
+        spent = defence.stays // STAYS_PER_USE
+        if int(group.estimate(defence.keys).max()) - spent <= candidate:
             return False
-        defence.spent += 1
+        defence.stays += 1
         return True
 
     async def _leading(self, victim: Entry) -> Hashes | None:
@@ -317,7 +315,7 @@ class Admission:
         if view is None:
             return None
         heads = [view.key_at(run.start) for run in view.extent.runs[:_RUNS_MAX]]
-        return hashes(b"".join(heads), _seed(victim.uid))
+        return hashes(b"".join(heads), seed_of(victim.uid))
 
 
 class _Free:
@@ -353,5 +351,6 @@ def _pressed(limits: Sequence[Limit], sizes: Sequence[int]) -> Limit | None:
     return found[1] if found is not None else None
 
 
-def _seed(uid: str) -> int:
-    return crc32(uid.encode()) * 0x1_0000_0001
+def seed_of(uid: str) -> int:
+    """What tells an instance's keys from equal ones of others."""
+    return crc32(uid.encode()) << 32

@@ -178,6 +178,21 @@ class Usage:
         return self.open_bytes + self.serving_bytes + self.dead_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionUsage:
+    """What TinyLFU admission did in a group since the start.
+
+    ``admitted`` and ``refused`` count blocks that were compared with what they would displace;
+    ``uncounted`` requests whose keys were not counted because too many waited. ``ready``: it
+    judges; until its first sample period is over it lets everything in.
+    """
+
+    ready: bool
+    admitted: int
+    refused: int
+    uncounted: int
+
+
 @dataclass(slots=True)
 class UsageReport:
     """Usage by instance id, group, storage name and (group, storage type name).
@@ -192,6 +207,8 @@ class UsageReport:
     group_types: dict[tuple[str, str], Usage] = field(default_factory=dict)
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
     cut: dict[tuple[str, str], int] = field(default_factory=dict)
+    admission: dict[str, AdmissionUsage] = field(default_factory=dict)
+    """By group, of those that asked for it."""
     sessions: int = 0
     extents: int = 0
     quarantined: int = 0

@@ -227,6 +227,7 @@ class CacheManager:
         """Space by instance, group, storage and type; see ``CacheService``."""
         view = self._registry.view
         report = usage_report(self.index, view)
+        report.admission = {name: g.usage() for name, g in self.admission.groups.items()}
         if ahead:
             self._look_ahead(report, view)
         return report

@@ -87,6 +87,7 @@ def usage_document(report: UsageReport) -> dict[str, Any]:
         ],
         "refused_writes": _refusals(report.refused),
         "cut_writes": _refusals(report.cut),
+        "admission": {name: asdict(found) for name, found in sorted(report.admission.items())},
         "sessions": report.sessions,
         "extents": report.extents,
         "quarantined": report.quarantined,

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvcm.cache.api import Usage, UsageReport
+from kvcm.cache.api import AdmissionUsage, Usage, UsageReport
 from kvcm.core.errors import ErrorCode
 from kvcm.server.callstats import BUCKETS_S, CallStats
 
@@ -43,6 +43,7 @@ class _Manager(Collector):
             "Writes of which a limit let only a leading part through, by group and reason.",
             report.cut,
         )
+        yield from _admission(report.admission)
         yield GaugeMetricFamily("kvcm_write_sessions", "Open write sessions.", report.sessions)
         yield GaugeMetricFamily("kvcm_extents", "Extents in the index.", report.extents)
         yield CounterMetricFamily(
@@ -102,6 +103,25 @@ def _refusals(name: str, text: str, counts: dict[tuple[str, str], int]) -> Metri
     for (group, reason), count in sorted(counts.items()):
         family.add_metric([group, reason], count)
     return family
+
+
+def _admission(usages: dict[str, AdmissionUsage]) -> Iterable[Metric]:
+    blocks = CounterMetricFamily(
+        "kvcm_admission_blocks",
+        "Blocks that TinyLFU compared with what they would displace, by group and outcome.",
+        labels=["group", "outcome"],
+    )
+    uncounted = CounterMetricFamily(
+        "kvcm_admission_uncounted_requests",
+        "Requests whose keys TinyLFU did not count because too many waited.",
+        labels=["group"],
+    )
+    for group, usage in sorted(usages.items()):
+        blocks.add_metric([group, "admitted"], usage.admitted)
+        blocks.add_metric([group, "refused"], usage.refused)
+        uncounted.add_metric([group], usage.uncounted)
+    yield blocks
+    yield uncounted
 
 
 def exposition(

@@ -298,3 +298,28 @@ def test_features_are_accepted(instance: Instance):
     succeeded(instance.finish(started["write_session_id"], {"offset": 2}))
     assert instance.prefix([1, 2], features=1) == started["locations"]
     assert instance.prefix([1, 2], features=4294967295) == started["locations"]
+
+
+def test_what_admission_refuses_is_masked_and_no_error(wire, fresh_id):
+    """Four blocks fit below the mark; those there were asked for again and again, the new ones
+    once."""
+    instance = limited(
+        wire,
+        fresh_id,
+        quota={"capacity": 9000},
+        cache_config={
+            "reclaim_strategy": {
+                "trigger_strategy": {"used_percentage": 0.67},
+                "admission": "ADMISSION_TINYLFU",
+            }
+        },
+    )
+    instance.write([1, 2])
+    instance.write([3, 4])
+    for _ in range(20):
+        assert len(instance.prefix([1, 2])) == len(instance.prefix([3, 4])) == 2
+    started = succeeded(instance.call("StartWriteCache", block_keys=[1, 2, 5, 6]))
+    assert (started["block_mask"], started["locations"]) == ({"offset": 4}, [])
+    assert reason_of(started) == "ADMISSION"
+    succeeded(instance.finish(started["write_session_id"], bools()))
+    assert len(instance.prefix([1, 2, 5, 6])) == 2
