@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from kvcm.core.errors import CorruptRecord
@@ -45,6 +48,11 @@ def test_an_extent_comes_back(count: int) -> None:
     assert read(count, chunks) == extent(count)
 
 
+def test_followers_come_back() -> None:
+    wanted = replace(extent(3), followers=(b"f" * 12, b"g" * 12))
+    assert read(3, records.encode_extent(wanted)) == wanted
+
+
 def test_state_and_trash_come_back() -> None:
     assert records.decode_state(EID, records.encode_state(STATE)) == STATE
     assert records.decode_trash(TRASH.key, records.encode_trash(TRASH)) == TRASH
@@ -83,3 +91,20 @@ def test_a_record_under_another_key_does_not_pass() -> None:
         read(1025, swapped)
     with pytest.raises(CorruptRecord):
         records.decode_header(bytes(12), chunks[0][1])
+
+
+@pytest.mark.parametrize("heat", [-math.inf, -3.25, 0.0, 1e6])
+def test_a_use_is_read_as_it_was_written(heat: float) -> None:
+    assert records.decode_due(records.encode_due(1_700_000_000_123, heat)) == (
+        1_700_000_000_123,
+        heat,
+    )
+
+
+def test_a_stamp_of_before_uses_were_counted_is_read() -> None:
+    assert records.decode_due((77).to_bytes(8, "big")) == (77, -math.inf)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x02" + bytes(16), bytes(9), bytes(18)])
+def test_a_use_that_does_not_parse_was_never(data: bytes) -> None:
+    assert records.decode_due(data) == (0, -math.inf)
