@@ -73,10 +73,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "reclaim_policy": ReclaimPolicy.LRU,
         "admission": AdmissionPolicy.TINYLFU,
     },
-    "tinylfu_lfu": {
-        "reclaim_policy": ReclaimPolicy.LFU,
-        "admission": AdmissionPolicy.TINYLFU,
-    },
 }
 
 

@@ -130,7 +130,6 @@ CASES = (
             Column("lru", "LRU %", "{:.2f}"),
             Column("lfu", "LFU %", "{:.2f}"),
             Column("tinylfu_lru", "TinyLFU + LRU %", "{:.2f}"),
-            Column("tinylfu_lfu", "TinyLFU + LFU %", "{:.2f}"),
             Column("ceiling", "unlimited %", "{:.2f}"),
             Column("unreachable", "unreachable blocks", "{:,}"),
         ),

@@ -43,7 +43,7 @@ VICTIMS_FIRST, VICTIMS_MAX = 8, 64
 """Extents that one write is compared with: at first, and at most."""
 STAYS_PER_USE = 2
 """How often a victim may stay for each of its uses."""
-_SLICE_KEYS = 2048
+_SLICE_KEYS = 1024
 _SLICE_BYTES = 10 * _SLICE_KEYS
 _SLICES_INLINE = 4
 _RUNS_MAX = 4
@@ -113,6 +113,8 @@ class GroupFrequencies:
         """Count up to ``_SLICE_KEYS`` keys; False when nothing waits."""
         if not self._queue or self.sketch is None:
             return False
+        if self.sketch.prepare():
+            return True
         waiting = self._queue[0]
         try:
             raw = _next_slice(waiting)

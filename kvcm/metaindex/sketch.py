@@ -24,6 +24,7 @@ COUNT_MAX = 255
 _ROWS = 4
 _BLOCK_CELLS = 16
 """Counters of each row in a block: four bits of the hash choose one."""
+_PREPARED_CELLS = 1 << 16
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 _CELL_SHIFTS = np.array([[0], [4], [8], [12]], dtype=np.uint64)
@@ -56,7 +57,7 @@ class FrequencySketch:
 
     def __init__(self, cells: int, period: int) -> None:
         """``cells``: about as many as there are keys that matter; rounded up to a power of two
-        within the limits. Memory is five bytes a cell."""
+        within the limits. Memory is five bytes a cell; call ``prepare`` until it is done."""
         bits = (min(max(cells, SKETCH_CELLS_MIN), SKETCH_CELLS_MAX) - 1).bit_length()
         self.cells = 1 << bits
         self._shift = np.uint64(64 + 4 - bits)
@@ -66,6 +67,17 @@ class FrequencySketch:
         self.periods = 0
         self._uses = 0
         self._faded = 0
+        self._prepared = 0
+
+    def prepare(self) -> bool:
+        """Make the system hand over a piece of the memory, which takes it longer than a batch
+        does; False when it all is here."""
+        start, self._prepared = self._prepared, self._prepared + _PREPARED_CELLS
+        if start >= self.cells:
+            return False
+        self._counts[_ROWS * start : _ROWS * self._prepared] = 0
+        self._announced[start : self._prepared] = 0
+        return True
 
     def use(self, keys: Hashes) -> None:
         """Count one use of each key; one that comes twice in the batch counts once."""

@@ -267,7 +267,9 @@ def test_a_malformed_request_is_not_counted_and_stops_nobody() -> None:
     counted.sketch = FrequencySketch(1 << 12, NEVER)
     counted.note(0, KeyBatch.from_packed(b"\x80" * 30), write=False)
     counted.note(0, KeyBatch.from_ints([1]), write=False)
-    assert [counted.step(), counted.step(), counted.step()] == [True, True, False]
+    while counted.step():
+        pass
+    assert counted.estimate(hashes(KeyBatch.from_ints([1]).data, 0)).tolist() == [1]
 
 
 @pytest.mark.parametrize(("extra", "taken"), [(0, True), (1, False)])
