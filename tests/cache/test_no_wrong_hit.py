@@ -95,6 +95,8 @@ async def late_finish_after_expiry(h: Harness) -> str:
         await h.finish(old)
     except SessionNotExist:
         pass
+    # The record decides: this manager would not follow one that goes back.
+    await h.crash()
     return await judge(h, 1, [old])
 
 
