@@ -65,7 +65,9 @@ from kvcm.metaindex.stores.valkey_scripts import decode_claim, meta_key, shard_t
 from kvcm.registry.registry import Registry
 from kvcm.server.backends import BackendSet
 from kvcm.server.wiring import Manager
+from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
+from kvcm.storage_backends.posix import root_of
 from kvcm.testing.audit import (
     Cells,
     StoredInstance,
@@ -216,6 +218,7 @@ class Harness:
         store: takes the place of ``store_kind``.
         root: a folder of its own; made and removed when None.
         space: fields of storages, as ``capacity_bytes``.
+        wrap: puts something of its own before each storage.
     """
 
     def __init__(
@@ -232,10 +235,12 @@ class Harness:
         timeout_max_s: int = 600,
         turns: int = 0,
         space: Mapping[str, Mapping[str, Any]] | None = None,
+        wrap: Callable[[DataStorageBackend], DataStorageBackend] = lambda backend: backend,
     ) -> None:
         self.root = root or Path(tempfile.mkdtemp(prefix="kvcm-cache-test-"))
         self.root.mkdir(parents=True, exist_ok=True)
         self._owns_root = root is None
+        self._wrap = wrap
         self.clock = SimClock()
         self.groups = tuple(groups) or (group(storages=storages),)
         self.storages = tuple(
@@ -280,7 +285,9 @@ class Harness:
         return self
 
     async def _start(self) -> None:
-        self.backends = BackendSet(lambda c: build_backend(c, self.clock), self.clock, period_s=5)
+        self.backends = BackendSet(
+            lambda config: self._wrap(build_backend(config, self.clock)), self.clock, period_s=5
+        )
         await self.backends.open(self.registry.view)
         self.manager = Manager(self.registry, self.store, self.backends, self.clock, self.settings)
         await self.manager.open()
@@ -541,9 +548,11 @@ class Harness:
         """TrimCache."""
         await self.manager.trim(TrimRequest(instance_id, strategy, begin, end))
 
-    async def change_group(self, change: Callable[[InstanceGroup], InstanceGroup]) -> None:
-        """Update group ``default``."""
-        old = self.registry.view.groups["default"]
+    async def change_group(
+        self, change: Callable[[InstanceGroup], InstanceGroup], name: str = "default"
+    ) -> None:
+        """Update a group."""
+        old = self.registry.view.groups[name]
         new = change(old).model_copy(update={"version": old.version + 1})
         await self.registry.update_group(new, old.version)
 
@@ -554,7 +563,7 @@ class Harness:
         return {
             str(Path(folder) / name)
             for storage in self.storages
-            for folder, _, names in os.walk(storage.spec["root_path"])
+            for folder, _, names in os.walk(root_of(storage))
             for name in names
         }
 
