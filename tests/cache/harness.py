@@ -133,7 +133,7 @@ def group(
     max_keys: int = 0,
     version: int = 1,
     low: float = 0.0,
-    **reclaim: int,
+    **reclaim: Any,
 ) -> InstanceGroup:
     """An instance group; no trigger unless asked for."""
     return InstanceGroup(
