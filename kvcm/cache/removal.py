@@ -21,8 +21,10 @@ from kvcm.metaindex.stores.common import Turn
 
 _log = logging.getLogger(__name__)
 _LIVE = (Phase.OPEN, Phase.SETTLED)
-_KEYS_AT_ONCE = 512
+_KEYS_AT_ONCE = 192
 _ENTRIES_A_LOOK = 64
+_EXTENTS_AT_ONCE = 128
+"""Read, and then committed, together: somebody waits for the answer, so few round trips."""
 
 
 class Removal:
@@ -170,7 +172,9 @@ async def _change(
     index: InstanceIndex, extent_ids: Sequence[bytes], decide: Decide, *, keep_bytes: bool = False
 ) -> None:
     """Raises the first error, once all that could be changed are."""
-    answers = await change_many(index, extent_ids, decide, keep_bytes=keep_bytes)
+    answers = await change_many(
+        index, extent_ids, decide, keep_bytes=keep_bytes, at_once=_EXTENTS_AT_ONCE
+    )
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer

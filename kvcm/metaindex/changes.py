@@ -31,8 +31,9 @@ async def change_many(
     decide: Decide,
     *,
     keep_bytes: bool = False,
+    at_once: int = EXTENTS_AT_ONCE,
 ) -> dict[bytes, Change | Exception | None]:
-    """``InstanceIndex.change`` of many extents.
+    """``InstanceIndex.change`` of many extents, ``at_once`` of them in one round trip.
 
     Returns:
         Per extent what was found and done, None when there is no such extent, or the error that
@@ -40,8 +41,8 @@ async def change_many(
     """
     ids = list(dict.fromkeys(extent_ids))
     answers: dict[bytes, Change | Exception | None] = {}
-    for at in range(0, len(ids), EXTENTS_AT_ONCE):
-        await _change_some(index, ids[at : at + EXTENTS_AT_ONCE], decide, keep_bytes, answers)
+    for at in range(0, len(ids), at_once):
+        await _change_some(index, ids[at : at + at_once], decide, keep_bytes, answers)
     return answers
 
 
@@ -138,7 +139,10 @@ async def replace_trash(
         The error for each that is not known to be replaced; calling again is safe.
     """
     mutations: list[tuple[bytes, Mutation]] = []
+    turn = Turn(index.clock)
     for trash, again in pairs:
+        if turn.is_over():
+            await turn.give()
         freed = trash.counted - (again.counted if again is not None else 0)
         value = records.encode_trash(again) if again is not None else None
         mutation = Mutation(

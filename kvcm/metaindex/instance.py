@@ -17,19 +17,30 @@ import numpy as np
 from kvcm.core.errors import CorruptRecord, InternalError, KvcmError, OutcomeUnknown, StaleFence
 from kvcm.core.keys import array_of
 from kvcm.core.storage import ObjectRef
+from kvcm.core.types import Instance
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import owner_of
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
-from kvcm.metaindex.layout import Layout, Waste, held_by, live_blocks, spec_slots
+from kvcm.metaindex.layout import (
+    Layout,
+    Objects,
+    Shape,
+    held_by,
+    live_blocks,
+    shape_of,
+    spec_slots,
+)
 from kvcm.metaindex.ledger import Delta, to_counters
 from kvcm.metaindex.loading import InstanceLoader
 from kvcm.metaindex.reading import RowRefs, raw_row_keys
 from kvcm.metaindex.records import Extent, Phase, State, Trash
 from kvcm.metaindex.shards import by_shard
+from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import Compare, Mutation, Outcome, Table, Write
 
 _CHANGE_TRIES = 8
+_SHAPES_KEPT = 64
 T = TypeVar("T")
 
 Decide = Callable[[Extent, State], State | None]
@@ -69,6 +80,10 @@ Found = tuple[Extent, State]
 class InstanceIndex(InstanceLoader):
     """Extents and rows of one registered instance."""
 
+    def __init__(self, shared: Shared, instance: Instance) -> None:
+        super().__init__(shared, instance)
+        self._sums: dict[Shape, Objects] = {}
+
     def _trash_found(self, trash: Trash) -> None:
         self.shared.on_trash(self, trash)
 
@@ -84,6 +99,22 @@ class InstanceIndex(InstanceLoader):
         """Objects of an extent; None when its storage is gone."""
         objects = self.objects_of(extent)
         return None if objects is None else Layout.of(extent, objects)
+
+    def _all_objects(self, extent: Extent) -> Objects | None:
+        """How many objects an extent has, and their bytes; None when its storage is gone.
+
+        Extents of one shape have the same: naming their objects is most of what retiring one costs.
+        """
+        shape = shape_of(extent)
+        found = self._sums.get(shape)
+        if found is None or self.shared.storages.get(extent.storage) is None:
+            objects = self.objects_of(extent)
+            if objects is None:
+                return None
+            if len(self._sums) >= _SHAPES_KEPT:
+                self._sums.clear()
+            found = self._sums[shape] = Objects(len(objects), sum(o.size for o in objects))
+        return found
 
     async def change(
         self, extent_id: bytes, decide: Decide, *, keep_bytes: bool = False
@@ -122,20 +153,13 @@ class InstanceIndex(InstanceLoader):
 
     def step(self, extent: Extent, old: State, new: State, keep_bytes: bool) -> Step:
         """The commit that takes an extent from one state to another, with counters and trash."""
-        old_live, new_live = live_blocks(extent, old), live_blocks(extent, new)
-        whole = new_live == bits.ones(extent.count)
-        layout = None if keep_bytes or whole else self.layout(extent)
-        waste = Waste(0, 0)
+        dead, gone, size = (0, 0, 0) if keep_bytes else self._freed(extent, old, new)
         trash: Trash | None = None
-        if layout is not None:
-            waste = layout.waste(new_live)
-            gone = waste.gone & ~layout.waste(old_live).gone if old_live else 0
-            if gone:
-                late = old.phase is Phase.OPEN
-                trash = Trash(
-                    extent.extent_id, new.version, extent.storage, gone, layout.size_of(gone), late
-                )
-        new = replace(new, dead=waste.dead)
+        if gone:
+            late = old.phase is Phase.OPEN
+            trash = Trash(extent.extent_id, new.version, extent.storage, gone, size, late)
+        if dead != new.dead:
+            new = replace(new, dead=dead)
         delta = held_by(extent, new) + -held_by(extent, old)
         writes = [Write(Table.STATES, extent.extent_id, records.encode_state(new))]
         if trash is not None:
@@ -147,6 +171,22 @@ class InstanceIndex(InstanceLoader):
             counters=to_counters(extent.storage, delta),
         )
         return Step(extent, new, mutation, trash)
+
+    def _freed(self, extent: Extent, old: State, new: State) -> tuple[int, int, int]:
+        """What a change leaves dead (bytes), and the objects it frees: as a set, and bytes."""
+        everything = bits.ones(extent.count)
+        old_live, new_live = live_blocks(extent, old), live_blocks(extent, new)
+        if new_live == everything:
+            return 0, 0, 0
+        if not new_live and old_live == everything:
+            whole = self._all_objects(extent)
+            return (0, bits.ones(whole.number), whole.size) if whole is not None else (0, 0, 0)
+        layout = self.layout(extent)
+        if layout is None:
+            return 0, 0, 0
+        waste = layout.waste(new_live)
+        gone = waste.gone & ~layout.waste(old_live).gone if old_live else 0
+        return waste.dead, gone, layout.size_of(gone)
 
     async def _swap(self, step: Step) -> Change | None:
         extent_id = step.extent.extent_id
@@ -213,6 +253,8 @@ class InstanceIndex(InstanceLoader):
         # Reserved until the commit counts it, so that writers side by side cannot overshoot.
         self._count_changed(extent.storage, delta)
         try:
+            # Planning took its part of a step.
+            await asyncio.sleep(0)
             (outcomes,) = await self.shards.commit([(home, [mutation])])
         finally:
             self._count_changed(extent.storage, -delta)

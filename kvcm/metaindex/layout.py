@@ -60,6 +60,22 @@ def live_bytes(extent: Extent, live: int) -> int:
     )
 
 
+Shape = tuple[str, bytes, int, tuple[tuple[str, int], ...], tuple[int, ...], bytes]
+
+
+def shape_of(extent: Extent) -> Shape:
+    """Equal for extents whose slots are spread over objects in the same way."""
+    e = extent
+    return e.storage, e.descriptor, e.count, e.specs, e.spec_sets, e.subset_of
+
+
+class Objects(NamedTuple):
+    """How many objects, and their bytes."""
+
+    number: int
+    size: int
+
+
 class Waste(NamedTuple):
     """What a set of live blocks leaves behind: dead bytes, and objects without a live block."""
 

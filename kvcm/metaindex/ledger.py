@@ -27,10 +27,10 @@ class Delta(NamedTuple):
     def __add__(self, other: object) -> Delta:
         if not isinstance(other, Delta):
             return NotImplemented
-        return Delta(*map(int.__add__, self, other))
+        return Delta._make(map(int.__add__, self, other))
 
     def __neg__(self) -> Delta:
-        return Delta(*(-v for v in self))
+        return Delta._make(map(int.__neg__, self))
 
     @property
     def counted(self) -> int:

@@ -346,13 +346,16 @@ class Shards:
     def _applied(
         self, number: int, mutations: Sequence[Mutation], outcomes: Sequence[Outcome]
     ) -> None:
-        known = self._known[number]
+        changes: dict[bytes, int] = {}
         for mutation, outcome in zip(mutations, outcomes, strict=True):
-            if outcome is Outcome.APPLIED and mutation.counters:
+            if outcome is Outcome.APPLIED:
                 for key, change in mutation.counters.items():
-                    known[key] = known.get(key, 0) + change
-                for storage, delta in from_counters(mutation.counters).items():
-                    self._count_changed(storage, delta)
+                    changes[key] = changes.get(key, 0) + change
+        known = self._known[number]
+        for key, change in changes.items():
+            known[key] = known.get(key, 0) + change
+        for storage, delta in from_counters(changes).items():
+            self._count_changed(storage, delta)
 
     @property
     def doubted(self) -> list[int]:

@@ -17,8 +17,8 @@ from kvcm.reclaimer.base import Away, Report, Surroundings, retire_with
 from kvcm.reclaimer.watermark import Excess, group_excesses, shares, storage_excess
 
 EVICTED_AT_ONCE = 8
-"""Extents of one step: their commits are sent together, then others get the event loop. With
-RocksDB, which works on the loop, a step of extents of 64 blocks stays below 2 ms."""
+"""Extents of one step: their commits are sent together, then others get the event loop. RocksDB
+works on the loop: kept small for its sake, about 1 ms (benchmarks/README.md, reclaim)."""
 EVICTED_PER_TURN = 1024
 """Extents after which the next group has its turn."""
 

@@ -15,7 +15,7 @@ from kvcm.metaindex.instance import Found, InstanceIndex
 from kvcm.reclaimer.base import BACKOFF_S_FIRST, PER_ROUND, Report, Surroundings
 
 _log = logging.getLogger(__name__)
-_EXTENTS_AT_ONCE = 32
+_EXTENTS_AT_ONCE = 16
 
 
 @dataclass(slots=True)

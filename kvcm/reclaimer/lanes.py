@@ -11,7 +11,7 @@ from itertools import islice
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.records import Trash
 
-ENTRIES_PER_BATCH = 128
+ENTRIES_PER_BATCH = 64
 NAMES_PER_BATCH = 128
 """Objects that one delete call names, some 2 ms of work; an entry with more goes alone."""
 

@@ -238,7 +238,10 @@ class TrashLoop:
         if not pairs:
             return
         answers = await replace_trash(index, pairs)
+        turn = Turn(index.clock)
         for pending, (trash, again), error in zip(gone, pairs, answers, strict=True):
+            if turn.is_over():
+                await turn.give()
             if error is not None:
                 continue
             pending.is_busy = False

@@ -111,6 +111,8 @@ class DataStorageBackend(Protocol):
     ) -> list[ObjectRef]:
         """All objects of an allocation: every slot of every spec lies in exactly one. Pure.
 
+        Names depend on ``extent``; which slots an object holds, and its size, do not.
+
         Raises:
             CorruptRecord: the descriptor does not parse.
         """

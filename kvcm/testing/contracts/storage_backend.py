@@ -10,6 +10,7 @@ and, unless its URIs are files, ``write_block`` and ``read_block``.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,15 @@ class StorageBackendContract:
         assert sorted(slots) == [(i, s) for i, spec in enumerate(SPECS) for s in range(spec.slots)]
         for found in objects:
             assert found.size == found.count * SPECS[found.spec].size
+
+    async def test_objects_of_every_owner_are_alike_but_for_their_names(
+        self, backend: DataStorageBackend
+    ) -> None:
+        descriptor = backend.place(EXTENT, SPECS)
+        other = ExtentName(EXTENT.cluster_uid, "other", "another")
+        ours, theirs = (backend.objects(descriptor, e, SPECS) for e in (EXTENT, other))
+        assert [o.name for o in ours] != [o.name for o in theirs]
+        assert [replace(o, name="") for o in ours] == [replace(o, name="") for o in theirs]
 
     async def test_placement_is_pure_and_small(self, backend: DataStorageBackend) -> None:
         specs = [SpecSlots("x" * 256, 1 << 40, 65_535)] * 64
