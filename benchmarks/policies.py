@@ -115,7 +115,7 @@ class Cache:
         entry = stand_in(self._made, request.at_ms, len(missing), depth)
         self.order.link(entry, parents)
         self.order.granted(len(missing))
-        self.order.touch((entry,), request.at_ms)
+        self.order.touch((entry,), request.at_ms, write=True)
         self.order.add(entry)
         self._keys[entry] = missing
         self.blocks.update(dict.fromkeys(missing, entry))

@@ -216,7 +216,7 @@ class Writes:
         clock = self._context.clock
         expires = self._context.now_ms() + self._context.settings.empty_session_timeout_s * 1000
         session = index.sessions.of_nothing(expires, clock.random_bytes(5))
-        index.book.touch_chain(plan.entries, self._context.now_ms())
+        index.book.touch_chain(plan.entries, self._context.now_ms(), write=True)
         mask = BlockMask(offset=len(plan.keys))
         return StartWriteAnswer(session, mask, b"", 0, plan.reason)
 
@@ -226,7 +226,7 @@ class Writes:
         extent = self._extent(index, plan, timeout_s)
         state = State(index.new_version(), Phase.OPEN, extent.started_ms)
         entries = plan.entries
-        index.book.touch_chain(entries, extent.started_ms)
+        index.book.touch_chain(entries, extent.started_ms, write=True)
         index.book.hold(entries)
         beside = plan.scan.others
         found = {p: beside[i] for p, i in enumerate(plan.granted) if i in beside} if beside else {}

@@ -36,7 +36,7 @@ class Book:
     def add(self, entry: Entry, parents: Iterable[Entry] = ()) -> None:
         """Add or replace an entry that builds on ``parents``."""
         self._enter(entry, parents)
-        self.order.touch((entry,), entry.stamp_ms)
+        self.order.touch((entry,), entry.stamp_ms, write=True)
         if entry.phase is Phase.SETTLED:
             self.order.add(entry)
 
@@ -147,13 +147,13 @@ class Book:
                 out.append(entry)
         return out
 
-    def touch(self, entries: Iterable[Entry], stamp_ms: int) -> None:
-        """Stamp entries and all their ancestors as just used."""
+    def touch(self, entries: Iterable[Entry], stamp_ms: int, *, write: bool = False) -> None:
+        """Stamp entries and all their ancestors as just used; ``write``: by a StartWrite."""
         used = list(with_ancestors(entries))
-        self.order.touch(used, stamp_ms)
+        self.order.touch(used, stamp_ms, write=write)
         self._to_store(used)
 
-    def touch_chain(self, entries: Sequence[Entry], stamp_ms: int) -> None:
+    def touch_chain(self, entries: Sequence[Entry], stamp_ms: int, *, write: bool = False) -> None:
         """Stamp entries that follow each other in a request, and all their ancestors.
 
         An orphan among them has been reached from the one before it: it builds on that.
@@ -161,7 +161,7 @@ class Book:
         for i in range(1, len(entries)):
             if entries[i].orphan:
                 self.order.join(entries[i], entries[i - 1])
-        self.touch(entries, stamp_ms)
+        self.touch(entries, stamp_ms, write=write)
 
     def _to_store(self, entries: Iterable[Entry]) -> None:
         dirty = self.dirty

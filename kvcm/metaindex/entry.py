@@ -37,11 +37,14 @@ class Entry:
     sessions that need it. ``depth`` is the highest index in a request at which one of its runs
     begins. ``children`` are those alive: one, or a set of several.
 
+    ``announced`` counts lookups whose write has not come (yet): it is part of the same use.
+
     ``orphan``: a parent was taken out from under it, so no chain leads to it until a request is
     seen that does.
     """
 
     __slots__ = (
+        "announced",
         "children",
         "deadline",
         "depth",
@@ -80,6 +83,7 @@ class Entry:
         self.stamp_ms = state.stamp_ms
         self.finished_ms = state.finished_ms
         self.heat = -IDLE
+        self.announced = 0
         self.held = one_of(held)
         self.parents: tuple[Entry, ...] = ()
         self.children: Entry | set[Entry] | None = None

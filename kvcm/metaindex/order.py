@@ -37,6 +37,7 @@ _NOWHERE: frozenset[Place] = frozenset()
 _NOTHING: frozenset[Entry] = frozenset()
 _FIRST = -IDLE
 """Score of what no chain leads to."""
+_ANNOUNCED_MAX = 255
 _LEFT_OVER_MIN = 1024
 
 Item = tuple[float, Entry]
@@ -266,14 +267,24 @@ class EvictionOrder:
 
     # ---- policy ------------------------------------------------------------------------------
 
-    def touch(self, entries: Iterable[Entry], stamp_ms: int) -> None:
-        """Entries were used at ``stamp_ms``. No heap is touched."""
+    def touch(self, entries: Iterable[Entry], stamp_ms: int, *, write: bool = False) -> None:
+        """Entries were used at ``stamp_ms``. No heap is touched.
+
+        Args:
+            write: by a StartWrite. Of a lookup and the write that follows it one counts.
+        """
         counts, age = self.policy.counts, self.age
         for entry in entries:
             if stamp_ms > entry.stamp_ms:
                 entry.stamp_ms = stamp_ms
-            if counts:
-                entry.heat = warmed(entry.heat, age)
+            if not counts:
+                continue
+            if write and entry.announced:
+                entry.announced -= 1
+                continue
+            entry.heat = warmed(entry.heat, age)
+            if not write and entry.announced < _ANNOUNCED_MAX:
+                entry.announced += 1
 
     def resize(self, capacity: int) -> None:
         """What the group can hold, in the unit of ``granted``; LFU ages by it. Until it is known

@@ -53,7 +53,7 @@ def entry(
 
 def put(order: EvictionOrder, new: Entry, *parents: Entry) -> Entry:
     order.link(new, parents)
-    order.touch((new,), new.stamp_ms)
+    order.touch((new,), new.stamp_ms, write=True)
     order.add(new)
     return new
 
@@ -139,7 +139,7 @@ class Model:
             self.holder[p] for i, p in enumerate(prefixes) if i - 1 in missing and p in self.holder
         ]
         self.order.link(new, parents)
-        self.order.touch((new,), self.now_ms)
+        self.order.touch((new,), self.now_ms, write=True)
         self.order.granted(len(missing))
         for follower in behind:
             self.order.join(follower, new)
@@ -463,6 +463,20 @@ def test_lfu_keeps_what_is_used_often_and_forgets_with_the_turnover() -> None:
     order.touch([once], 70)
     assert order.coldest(1) == [often]
     assert set(order.coldest(3)[1:]) == {once, later}
+
+
+def test_a_lookup_and_the_write_that_follows_are_one_use_for_lfu() -> None:
+    """Two requests that look up and then write are as many uses as two writes nobody looked up."""
+    order = EvictionOrder(LFU)
+    both, writes = put(order, entry(1)), put(order, entry(2))
+    for _ in range(2):
+        order.touch([both], 10)
+    for _ in range(2):
+        order.touch([both], 10, write=True)
+        order.touch([writes], 10, write=True)
+    assert both.heat == writes.heat
+    order.touch([both], 10, write=True)
+    assert both.heat > writes.heat
 
 
 def test_what_was_used_before_uses_were_counted_goes_by_its_stamp() -> None:
