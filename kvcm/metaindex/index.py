@@ -46,6 +46,7 @@ class MetaIndex:
 
     def _drop(self, index: InstanceIndex) -> None:
         index.closed = True
+        index.shards.release_all()
         self.uncounted.pop(index.uid, None)
         self.shared.refusals.forget(index.uid)
         self.shared.cache.clear_instance(index.rows)

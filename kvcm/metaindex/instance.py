@@ -256,8 +256,10 @@ class InstanceIndex(InstanceLoader):
             # Planning took its part of a step.
             await asyncio.sleep(0)
             (outcomes,) = await self.shards.commit([(home, [mutation])])
-        finally:
-            self._count_changed(extent.storage, -delta)
+        except BaseException:
+            self.shards.release(home, extent.storage, delta)
+            raise
+        self._count_changed(extent.storage, -delta)
         if outcomes[0] is not Outcome.APPLIED:
             raise InternalError(f"extent id {extent.extent_id.hex()} was used before")
         entry = Entry(self.uid, extent, state, delta)

@@ -112,6 +112,8 @@ class Shards:
         self._counted: dict[int, Fence] = {}
         """Whose claim brought a shard's counters: they hold all that was committed before it."""
         self._suspect: set[int] = set()
+        self._uncertain: dict[int, list[tuple[str, Delta]]] = {}
+        """Reservations of commits that may have taken effect, until a claim tells."""
         self._claiming = asyncio.Lock()
         self.turnstile = Turnstile()
 
@@ -229,7 +231,26 @@ class Shards:
             return failure
         return claim
 
+    def release(self, number: int, storage: str, delta: Delta) -> None:
+        """Take back what was counted ahead of a commit that failed. If it may have taken effect
+        all the same, it stays counted until the shard's counters are read again: others must not
+        be given the room."""
+        if number in self._suspect:
+            self._uncertain.setdefault(number, []).append((storage, delta))
+        else:
+            self._count_changed(storage, -delta)
+
+    def release_all(self) -> None:
+        """The instance is gone: whatever may have taken effect went with it."""
+        for number in list(self._uncertain):
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        for storage, delta in self._uncertain.pop(number, ()):
+            self._count_changed(storage, -delta)
+
     def _take_counters(self, number: int, counters: dict[bytes, int]) -> None:
+        self._release(number)
         before = from_counters(self._known.get(number, {}))
         after = from_counters(counters)
         self._known[number] = counters
