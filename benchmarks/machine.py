@@ -34,6 +34,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def stolen_seconds() -> float:
+    """Time that the host has kept from this machine's processors, all of them together.
+
+    A virtual machine with a share of its host's processors stands still for tens of milliseconds
+    when it has used it up, and everything in it with it.
+    """
+    fields = Path("/proc/stat").read_text().split(None, 9)
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def pin(cpu: int) -> None:
     """Keep this process, and those it starts from now on, on one core; on a machine of one core
     everything shares it."""

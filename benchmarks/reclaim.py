@@ -1,8 +1,9 @@
 """Does reclaim keep up: writers at the disk's speed into a group that is full, beside lookups.
 
 A real manager on core 0; on core 1 writer processes that write every byte they are granted, and one
-that looks chains up at a steady rate. Three phases: lookups alone, writes with room, and writes at
-95 % of the capacity, where every byte written is one to be evicted.
+that looks chains up at a steady rate. Phases: lookups alone; beside processes that write and delete
+as many bytes without the manager (what the disk and the machine cost); beside writes with room; and
+beside writes at 95 % of the capacity, where every byte written is one to be evicted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -35,6 +37,7 @@ CLOCK = SystemClock()
 _NEVER = threading.Event()
 _TIMEOUT_S = 30.0
 _SAMPLE_S = 0.25
+_BARE_FILES_KEPT = 100
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Options:
 
 
 def measure(options: Options, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The three phases; one row each."""
+    """The phases; one row each."""
     folder = Path(tempfile.mkdtemp(prefix="kvcm-bench-"))
     allowed = os.sched_getaffinity(0)
     try:
@@ -61,14 +64,14 @@ def measure(options: Options, say: Callable[[str], None]) -> list[dict[str, Any]
         data.mkdir()
         with running_manager(data, bootstrap=_bootstrap(folder), log=folder / "log") as manager:
             machine.pin(machine.LOADER_CPU)
-            return _phases(manager, options, say)
+            return _phases(manager, folder, options, say)
     finally:
         os.sched_setaffinity(0, allowed)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _phases(
-    manager: LocalManager, options: Options, say: Callable[[str], None]
+    manager: LocalManager, folder: Path, options: Options, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     with Client(manager.target, timeout=_TIMEOUT_S) as client:
         for name in ("hot", *(f"writer-{i}" for i in range(options.writers))):
@@ -78,6 +81,10 @@ def _phases(
                 for index, _ in session:
                     session.done(index)
     rows = [_phase("lookups alone", manager, replace(options, writers=0), options.quiet_seconds)]
+    say(_line(rows[-1]))
+    bare = folder / "bare"
+    bare.mkdir()
+    rows.append(_phase("writes without kvcm", manager, options, options.quiet_seconds, bare=bare))
     say(_line(rows[-1]))
     rows.append(_phase("writes with room", manager, options, options.quiet_seconds))
     say(_line(rows[-1]))
@@ -119,13 +126,16 @@ def _bootstrap(folder: Path) -> Path:
 
 
 def _phase(
-    name: str, manager: LocalManager, options: Options, seconds: float, capacity: int = 0
+    name: str,
+    manager: LocalManager,
+    options: Options,
+    seconds: float,
+    capacity: int = 0,
+    bare: Path | None = None,
 ) -> dict[str, Any]:
     context = mp.get_context("spawn")
-    jobs = [
-        _start(context, _write, manager.target, options, number)
-        for number in range(options.writers)
-    ]
+    work, where = (_write_bare, str(bare)) if bare is not None else (_write, manager.target)
+    jobs = [_start(context, work, where, options, number) for number in range(options.writers)]
     jobs.append(_start(context, _look_up, manager.target, options))
     for _, pipe in jobs:
         pipe.recv()
@@ -133,11 +143,13 @@ def _phase(
     for _, pipe in jobs:
         pipe.send(end)
     highest, cpu = 0, machine.cpu_seconds(manager.process.pid)
+    stolen = machine.stolen_seconds()
     with httpx.Client(trust_env=False) as http:
         while CLOCK.now() < end:
             highest = max(highest, _used(manager, http))
             _NEVER.wait(_SAMPLE_S)
     cpu = machine.cpu_seconds(manager.process.pid) - cpu
+    stolen = machine.stolen_seconds() - stolen
     answers = [pipe.recv() for _, pipe in jobs]
     for process, _ in jobs:
         process.join()
@@ -161,6 +173,7 @@ def _phase(
         "highest_percent": 100 * highest / capacity if capacity else 0.0,
         "capacity_mb": capacity / 1e6,
         "cpu_percent": 100 * cpu / seconds,
+        "stolen_percent": 100 * stolen / seconds / (os.cpu_count() or 1),
     }
 
 
@@ -199,6 +212,27 @@ def _write(pipe: Connection, target: str, options: Options, number: int) -> None
             except KvcmError:
                 found["failed"] += 1
     found["start_ms"] = np.asarray(started)
+    pipe.send(found)
+
+
+def _write_bare(pipe: Connection, folder: str, options: Options, number: int) -> None:
+    """Write files as large as a chain, and delete each when the next few are there."""
+    os.nice(10)
+    found: dict[str, Any] = {"whole": 0, "cut": 0, "refused": 0, "failed": 0, "bytes": 0}
+    data = os.urandom(options.block_bytes)
+    kept: deque[Path] = deque()
+    pipe.send("ready")
+    end = pipe.recv()
+    while CLOCK.now() < end:
+        path = Path(folder, f"{number}-{found['bytes']}")
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(options.blocks):
+                file.write(data)
+        found["bytes"] += options.blocks * options.block_bytes
+        kept.append(path)
+        if len(kept) > _BARE_FILES_KEPT:
+            kept.popleft().unlink()
+    found["start_ms"] = np.zeros(1)
     pipe.send(found)
 
 

@@ -153,11 +153,12 @@ CASES = (
             Column("p99_ms", "p99 ms", "{:.2f}"),
             Column("highest_percent", "highest usage, % of the limit", "{:.1f}"),
             Column("cpu_percent", "manager's CPU %", "{:.0f}"),
+            Column("stolen_percent", "CPU kept by the host, %", "{:.1f}"),
         ),
         "{writers} writers of {blocks} blocks of {block_bytes} bytes, {lookups_per_s} lookups/s of "
         "{blocks} keys; watermark {watermark}, {seconds:.0f} s under reclaim; RocksDB. The manager "
         "has one core, everything else shares the other: the difference between the first two rows "
-        "is the writers', that between the last two is reclaim's.",
+        "is the disk's and the machine's, up to the third row the writes', to the last reclaim's.",
     ),
 )
 
