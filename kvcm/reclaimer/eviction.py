@@ -18,7 +18,8 @@ from kvcm.reclaimer.watermark import Excess, group_excesses, shares, storage_exc
 
 EVICTED_AT_ONCE = 8
 """Extents of one step: their commits are sent together, then others get the event loop. RocksDB
-works on the loop: kept small for its sake, about 1 ms (benchmarks/README.md, reclaim)."""
+works on the loop: kept small for its sake (with 64 blocks each, none of the steps seen in 15 s of
+reclaim took 2 ms of processor time)."""
 EVICTED_PER_TURN = 1024
 """Extents after which the next group has its turn."""
 
