@@ -187,7 +187,12 @@ class Shards:
         if not missing:
             return
         fence = self._numbers.next()
-        claims = await self._store.claim([self.id(n) for n in missing], fence)
+        try:
+            claims = await self._store.claim([self.id(n) for n in missing], fence)
+        except BaseException:
+            # Cancelled, too: it may have taken effect.
+            self._doubt_all(missing)
+            raise
         for i, answer in enumerate(claims):
             if isinstance(answer, CorruptRecord):
                 claims[i] = await self._start_afresh(missing[i], fence, answer)
@@ -196,6 +201,8 @@ class Shards:
         for number, claim in zip(missing, claims, strict=True):
             if isinstance(claim, Exception):
                 failure = claim
+                if not isinstance(claim, Unavailable):
+                    self._doubt_all((number,))
                 continue
             if claim.commit_number < self._commits.get(number, 0):
                 self._lost(number)
@@ -357,6 +364,12 @@ class Shards:
                 self._applied(number, mutations, result.outcomes)
             answers.append(result.outcomes)
         return answers
+
+    def _doubt_all(self, numbers: Iterable[int]) -> None:
+        """A new claim of shards that were claimed before may have replaced their fences."""
+        for number in numbers:
+            if number in self._fences:
+                self._doubt(number, self._fences[number])
 
     def _doubt(self, number: int, fence: Fence) -> None:
         # A commit sent before the latest claim says nothing about that claim.

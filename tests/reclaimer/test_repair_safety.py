@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcm.core.errors import ConfigError, KvcmError
+from kvcm.core.errors import ConfigError, KvcmError, NotReady
 from kvcm.core.limits import SCRUB_PER_SECOND_MAX
 from kvcm.metaindex.ledger import Delta, to_counters
 from kvcm.metaindex.store import Mutation
@@ -20,6 +20,7 @@ from kvcm.reclaimer.repair import RepairRun, ScrubLoop
 from kvcm.reclaimer.repair_report import RepairOptions
 from kvcm.server.settings import load
 from kvcm.storage_backends import posix_survey
+from kvcm.testing.faults import Fault, Op, no_faults, script
 from tests.cache.harness import GRACE_S, Grant, Harness, payload, read_slot
 from tests.reclaimer import repair_damage as damage
 from tests.reclaimer.repair_damage import fixed, kinds, run
@@ -255,6 +256,24 @@ async def test_commits_wait_while_a_shard_is_counted_and_are_counted_right(h: Ha
         back = Mutation(counters=to_counters("nfs_01", Delta(trash_bytes=-1)))
         await index.shards.commit_alone(number, back)
     await waiting
+    await h.check_counters()
+
+
+@pytest.mark.parametrize("fault", [Fault.UNKNOWN_DONE, Fault.UNKNOWN_LOST, Fault.UNAVAILABLE])
+async def test_a_claim_of_repair_that_fails_costs_no_write_an_error(
+    h: Harness, fault: Fault
+) -> None:
+    """Repair claims shards that are claimed already, to see their counters as stored."""
+    index = h.index()
+    for number in range(16):
+        h.store.plan = script([(Op.CLAIM, h.store.calls[Op.CLAIM] + 1, fault)])
+        with pytest.raises(NotReady):
+            async with index.shards.alone(number):
+                pass
+    h.store.plan = no_faults
+    for key in range(40):
+        await h.put([key])
+        assert await h.hits([key]) == 1
     await h.check_counters()
 
 
