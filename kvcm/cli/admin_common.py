@@ -28,6 +28,7 @@ from kvcm.core.types import (
     StorageType,
     TtlSince,
 )
+from kvcm.registry.validate import INT64_MAX
 
 DEFAULT_TARGET = "127.0.0.1:6491"
 TIMEOUT_S = 10.0
@@ -199,7 +200,7 @@ def parse_bytes(text: str) -> int:
     """A number of bytes: ``4096``, ``10GB`` (10^9), ``1.5GiB`` (2^30).
 
     Raises:
-        InvalidArgument: not such a number, or not a whole number of bytes.
+        InvalidArgument: not such a number, not a whole number of bytes, or above int64.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -212,6 +213,8 @@ def parse_bytes(text: str) -> int:
     count, rest = divmod(scaled, scale)
     if rest:
         raise InvalidArgument(f"{text!r} is no whole number of bytes")
+    if count > INT64_MAX:
+        raise InvalidArgument(f"{text!r} is above the largest size, {INT64_MAX} bytes")
     return count
 
 

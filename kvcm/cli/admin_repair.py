@@ -123,12 +123,16 @@ def _show(report: Mapping[str, Any]) -> None:
     console = err_console()
     for name, storage in sorted(report["storages"].items()):
         for why in storage["stopped"]:
-            console.print(f"storage {name}: {why}: nothing of that was mended; --force does it")
+            text = f"storage {name}: {why}: nothing of that was mended; --force does it"
+            console.print(text, soft_wrap=True)
         if storage["foreign"]:
-            console.print(f"storage {name}: {storage['foreign']} files of another history, left")
+            text = f"storage {name}: files of another history, left: {storage['foreign']}"
+            console.print(text, soft_wrap=True)
         if storage["too_young"]:
-            console.print(f"storage {name}: {storage['too_young']} files too young to be judged")
+            text = f"storage {name}: files too young to be judged: {storage['too_young']}"
+            console.print(text, soft_wrap=True)
     for error in report["errors"]:
         console.print(f"not looked at or not mended: {error}", soft_wrap=True)
     if not mended and report["kinds"]:
-        console.print("nothing was changed; --fix mends it")
+        text = "nothing was changed; --fix mends it, above 5 % of a storage only with --force"
+        console.print(text, soft_wrap=True)

@@ -91,7 +91,7 @@ def _mark(limit: dict[str, Any], shown: Any) -> str:
 
 
 def _next(ahead: Any, shown: Any) -> str:
-    if not isinstance(ahead, dict):
+    if not isinstance(ahead, dict) or not ahead["instances"]:
         return "nothing"
     of = ", ".join(
         f"{name} {human_bytes(size)}" for name, size in sorted(ahead["instances"].items())

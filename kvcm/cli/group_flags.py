@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from kvcm.cli.admin_common import pairs, parse_bytes, storage_type
+from kvcm.core.errors import InvalidArgument
 
 _RECLAIM = ("cache_config", "reclaim_strategy")
 _INDEXER = ("cache_config", "meta_indexer_config")
@@ -73,10 +75,12 @@ class GroupFlags:
         """A group's JSON with the flags' changes; what they do not name stays.
 
         Raises:
-            InvalidArgument: a size or storage type that is none.
+            InvalidArgument: a size, number or storage type that is none.
         """
         value = json.loads(json.dumps(value))
         for path, item in self._changes():
+            if isinstance(item, float) and not math.isfinite(item):
+                raise InvalidArgument(f"{path[-1]} is {item}, must be a finite number")
             if item is not None:
                 _put(value, path, item)
         return value

@@ -1,6 +1,7 @@
 """kvcm admin against a real manager: what people see, what scripts get, what goes wrong."""
 
 import json
+import math
 import stat
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcm.cli.admin_common import entity, parse_bytes, plain
+from kvcm.cli.admin_usage import _row
+from kvcm.cli.group_flags import GroupFlags
 from kvcm.client import Client
 from kvcm.client.file_sdk import FileSdk
 from kvcm.core.errors import InvalidArgument
@@ -307,6 +310,27 @@ def test_sizes(text, count):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(InvalidArgument, match=r"size|whole"):
         parse_bytes(text)
+
+
+def test_the_largest_size_is_that_of_int64():
+    assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
+    with pytest.raises(InvalidArgument, match="above the largest size"):
+        parse_bytes(str(2**63))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["watermark", "low_watermark"])
+def test_a_mark_that_is_no_finite_number_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgument, match=r"_percentage is (nan|inf), must be a finite"):
+        GroupFlags(**{name: value}).apply({})
+
+
+def test_an_eviction_that_has_nothing_to_take_is_shown_as_nothing():
+    ahead = {"planned": 500_000, "bytes": 0, "complete": False, "instances": {}}
+    entry = {"limit": {"unit": "bytes", "capacity": 10**7}, "next_eviction": ahead}
+    assert _row("group", entry)[-2] == "nothing"
+    ahead["instances"] = {"llama": 2048}
+    assert _row("group", entry)[-2] == "488.3 KiB: llama 2.0 KiB"
 
 
 @given(st.integers(0, 2**62))
