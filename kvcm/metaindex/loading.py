@@ -48,6 +48,9 @@ class InstanceLoader(InstanceReader):
         shard = self.shards.id(number)
         store = self.shared.store
         self._generation[number] += 1
+        # First of all: an extent that turns out to be over may be forgotten from then on, unless
+        # its trash is known.
+        await self._load_trash(number)
         headers: dict[bytes, Extent] = {}
         counts: dict[bytes, int] = {}
         async for page in store.scan(shard, Table.EXTENTS, page=_SCAN_PAGE):
@@ -67,20 +70,22 @@ class InstanceLoader(InstanceReader):
             if extent_id not in found:
                 self.book.forget(extent_id)
                 self.shared.cache.invalidate(extent_id)
-        await self._load_trash(number)
         if self.loaded:
             await self._link()
 
     async def _load_trash(self, number: int) -> None:
         found: dict[bytes, Trash] = {}
+        before = [k for k in self.trash if home_shard(k) == number]
         async for page in self.shared.store.scan(self.shards.id(number), Table.TRASH):
             for key, value in page:
                 try:
                     found[key] = records.decode_trash(key, value)
                 except CorruptRecord as error:
                     self.shared.quarantine.add(error)
-        for key in [k for k in self.trash if home_shard(k) == number and k not in found]:
-            del self.trash[key]
+        # What came meanwhile was not there to be found.
+        for key in before:
+            if key not in found:
+                self.trash.pop(key, None)
         for key, trash in found.items():
             if self.trash.get(key) != trash:
                 self.trash[key] = trash

@@ -117,7 +117,9 @@ async def scan(h: Harness) -> Scanned:
                     found.trash[obj.name] = obj.size
                 elif again.get(extent_id, 0) >> i & 1:
                     found.again.add(obj.name)
-        assert gone.keys() | again.keys() <= stored.extents.keys(), "trash of nobody"
+        nobody = [t for t in stored.trash if t.extent_id not in stored.extents]
+        known = {t.extent_id: by_uid[uid].book.entries.get(t.extent_id) for t in nobody}
+        assert not nobody, f"trash of nobody: {nobody}, known as {known}"
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvcm.core.errors import StorageError
 from kvcm.core.types import QueryType
+from kvcm.testing.faults import Fault, Op, no_faults, script
 from tests.cache.harness import GRACE_S, Grant, Harness, group, read_slot
 
 
@@ -205,4 +206,30 @@ async def test_every_way_out_frees_every_byte(tmp_path: Path, way: str) -> None:
         assert h.manager.usage().groups["default"].dead_bytes == 2 * 64
     else:
         assert not left
+    await h.close()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_an_extent_is_not_forgotten_while_its_trash_is_being_read_again(
+    tmp_path: Path, turns: int
+) -> None:
+    """It went by a commit of unknown outcome; that it is over shows when its shard is read again,
+    and so does its trash."""
+    h = await Harness(root=tmp_path, turns=turns).open()
+    await h.register()
+    await h.put([1])
+    await h.wait(h.settings.write_timeout_s_max + 1)
+    (forget,) = (loop for loop in h.manager.loops if loop.name == "forget")
+    h.store.plan = script([(Op.COMMIT, h.store.calls[Op.COMMIT] + 1, Fault.UNKNOWN_DONE)])
+    removal = asyncio.ensure_future(h.remove([1]))
+    while not removal.done():
+        await forget.run_once(h.clock.monotonic())
+        await asyncio.sleep(0)
+    await removal
+    h.store.plan = no_faults
+    stored = await h.stored(h.index())
+    assert [trash.extent_id in stored.extents for trash in stored.trash] == [True]
+    await h.drain()
+    await h.check_rest()
+    assert h.files() == set()
     await h.close()
