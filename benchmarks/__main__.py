@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 
-from benchmarks import cases, hitrate, load, reclaim, results, store
+from benchmarks import cases, hitrate, load, reclaim, results, space, store
 from benchmarks.profile import What, profile
 
 app = typer.Typer(
@@ -169,6 +169,31 @@ def hitrate_command(
         typer.echo(f"wrote {path}")
 
 
+@app.command("space")
+def space_command(
+    folder: Annotated[
+        str, typer.Option(help="Where filled stores are kept and used again; default: nowhere.")
+    ] = "",
+    fill_only: Annotated[bool, typer.Option(help="Fill the stores of --folder, no more.")] = False,
+    shapes: Annotated[
+        str, typer.Option(help="Blocks per StartWrite:keys:extents in a chain, comma-separated.")
+    ] = "",
+    save: Annotated[bool, typer.Option(help="Write a result file and renew the tables.")] = False,
+) -> None:
+    """Ten million keys in one group: start, memory, and what planning an eviction costs."""
+    given = [tuple(map(int, part.split(":"))) for part in shapes.split(",") if part]
+    options = space.Options(tuple(space.Shape(*of) for of in given) or space.SHAPES, folder)
+    if fill_only:
+        space.fill(options, typer.echo)
+        return
+    rows = space.measure(options, typer.echo)
+    if save:
+        shown = replace(options, folder="")
+        path = results.write("space", rows, "python -m benchmarks space", shown, results.RESULTS)
+        results.update_readme()
+        typer.echo(f"wrote {path}")
+
+
 @app.command()
 def report() -> None:
     """Put the newest result files into the tables of the README."""
@@ -178,7 +203,7 @@ def report() -> None:
 
 def main() -> None:
     """Without a subcommand everything is measured."""
-    commands = {"run", "hitrate", "profile", "reclaim", "report", "store", "--help", "-h"}
+    commands = {c.name or "run" for c in app.registered_commands} | {"report", "--help", "-h"}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.argv.insert(1, "run")
     app()

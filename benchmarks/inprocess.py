@@ -34,6 +34,17 @@ class LocalCalls:
         """The encoded reply of one RPC."""
         return (await self._endpoints[name].call(data, form)).body
 
+    async def register(self) -> None:
+        """The one instance; again when it is registered already."""
+        request = calls.register_instance(
+            workload.GROUP,
+            workload.INSTANCE,
+            workload.BLOCK_TOKENS,
+            {workload.SPEC: workload.BLOCK_BYTES},
+        ).request
+        data = request.SerializeToString()
+        _check(pb.RegisterInstanceResponse.FromString(await self.call("RegisterInstance", data)))
+
     async def lookup(self, keys: Keys) -> int:
         """Locations found for a prefix."""
         data = workload.lookup_message(keys).SerializeToString()
@@ -69,14 +80,17 @@ def _check(reply: Any) -> None:
 
 
 @asynccontextmanager
-async def local_calls(folder: Path, index_url: str = "memory:") -> AsyncIterator[LocalCalls]:
-    """A manager without listeners and background loops, its one instance registered and loaded.
+async def local_manager(
+    folder: Path, index_url: str = "memory:", *, key_count_max: int = 4_000_000
+) -> AsyncIterator[tuple[wiring.Manager, LocalCalls]]:
+    """A manager without listeners and background loops; nothing is registered or loaded by it.
 
     Args:
         folder: where everything is kept.
         index_url: as in the settings; "" is RocksDB in ``folder``.
+        key_count_max: of an instance.
     """
-    document = workload.bootstrap_document(str(folder / "blocks"))
+    document = workload.bootstrap_document(str(folder / "blocks"), key_count_max)
     contents = folder / "bootstrap.json"
     contents.write_text(json.dumps(document))
     settings = load({"data_dir": str(folder / "data"), "index_url": index_url}, environ={})
@@ -104,14 +118,13 @@ async def local_calls(folder: Path, index_url: str = "memory:") -> AsyncIterator
         stack.push_async_callback(meta.drained)
         context = Context(clock, CallStats(), lambda: None)
         service = pb.DESCRIPTOR.services_by_name["MetaService"]
-        local = LocalCalls({e.name: e for e in endpoints_of(context, service, pb, meta)})
-        register = calls.register_instance(
-            workload.GROUP,
-            workload.INSTANCE,
-            workload.BLOCK_TOKENS,
-            {workload.SPEC: workload.BLOCK_BYTES},
-        )
-        data = register.request.SerializeToString()
-        _check(pb.RegisterInstanceResponse.FromString(await local.call("RegisterInstance", data)))
+        yield cache, LocalCalls({e.name: e for e in endpoints_of(context, service, pb, meta)})
+
+
+@asynccontextmanager
+async def local_calls(folder: Path, index_url: str = "memory:") -> AsyncIterator[LocalCalls]:
+    """As ``local_manager``, its one instance registered and loaded."""
+    async with local_manager(folder, index_url) as (cache, local):
+        await local.register()
         await cache.index.by_id[workload.INSTANCE].load()
         yield local

@@ -28,6 +28,11 @@ def rss_bytes(pid: int) -> int:
     return int(value.split()[0]) * 1024
 
 
+def rss_bytes_of_self() -> int:
+    """Resident memory of this process."""
+    return rss_bytes(os.getpid())
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time a process has used, all its threads, in steps of about 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

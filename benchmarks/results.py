@@ -139,6 +139,36 @@ CASES = (
         "trace finds, the worst policy's.",
     ),
     Case(
+        "space",
+        "Ten million keys in one group: start, and planning an eviction",
+        (
+            _EXTENT,
+            Column("chain", "extents in a chain", "{:,}"),
+            _KEYS,
+            Column("extents", "extents", "{:,}"),
+            Column("ready_s", "start to ready s", "{:.1f}"),
+            Column("import_s", "of it interpreter and imports", "{:.1f}"),
+            Column("first_lookup_ms", "first lookup of a chain ms", "{:.0f}"),
+            Column("evictable_s", "start to “eviction possible” s", "{:.1f}"),
+            Column("load_cpu_s", "CPU of loading s", "{:.1f}"),
+            Column("load_step_ms", "longest step ms", "{:.0f}"),
+            Column("rss_mib", "RSS then, MiB", "{:,.0f}"),
+            Column("empty_mib", "empty manager", "{:,.0f}"),
+            Column("rss_per_extent", "bytes/extent", "{:,.0f}"),
+            Column("rss_per_key", "bytes/key", "{:,.0f}"),
+            Column("plan_stale_calls", "calls to the first victims, all stamps changed", "{:,}"),
+            Column("plan_stale_step_ms", "longest ms", "{:.2f}"),
+            Column("plan_stale_ms", "together ms", "{:.1f}"),
+            Column("plan_ms", "8 victims, from then on, ms", "{:.3f}"),
+            Column("plan_worst_ms", "worst", "{:.2f}"),
+        ),
+        "RocksDB, filled past StartWrite; a new process on the filled store, its calls made in "
+        "process. Eviction is possible once all extents are in the leader's table. “All stamps "
+        "changed”: every extent was used once more, in random order, and no background loop "
+        "ran in between; a call does a bounded number of steps. Bytes: RSS less that of an empty "
+        "manager, RocksDB's block cache (at most 64 MiB) included.",
+    ),
+    Case(
         "reclaim",
         "Reclaim: writers at the disk's speed into a full group, beside lookups",
         (

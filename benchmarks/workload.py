@@ -105,9 +105,9 @@ def finish_message(session: str, count: int) -> pb.FinishWriteCacheRequest:
     )
 
 
-def bootstrap_document(root: str) -> dict[str, object]:
+def bootstrap_document(root: str, key_count_max: int = 4_000_000) -> dict[str, object]:
     """Storages and groups of a manager under measurement: the startup defaults with room enough
-    that no limit cuts in."""
+    that no limit cuts in. An instance has a shard for 262,144 of ``key_count_max``."""
     return {
         "storages": [
             {
@@ -122,7 +122,7 @@ def bootstrap_document(root: str) -> dict[str, object]:
                 "global_quota_group_name": "bench_quota",
                 "quota": {"capacity": 1 << 50},
                 "cache_config": {
-                    "meta_indexer_config": {"max_key_count": 4_000_000, "mutex_shard_num": 16}
+                    "meta_indexer_config": {"max_key_count": key_count_max, "mutex_shard_num": 16}
                 },
             }
         ],
