@@ -16,6 +16,7 @@ from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.reading import InstanceReader
 from kvcm.metaindex.records import Extent, Phase, Trash
 from kvcm.metaindex.store import Table
+from kvcm.metaindex.stores.common import Turn
 
 _SCAN_PAGE = 128
 _LINKS_PER_STEP = 256
@@ -51,10 +52,17 @@ class InstanceLoader(InstanceReader):
         # First of all: an extent that turns out to be over may be forgotten from then on, unless
         # its trash is known.
         await self._load_trash(number)
+        known: list[bytes] = []
+        if number in self._read_before:
+            known = [e for e in self.book.entries if home_shard(e) == number]
+        self._read_before.add(number)
+        turn = Turn(self.clock)
         headers: dict[bytes, Extent] = {}
         counts: dict[bytes, int] = {}
         async for page in store.scan(shard, Table.EXTENTS, page=_SCAN_PAGE):
             for key, value in page:
+                if turn.is_over():
+                    await turn.give()
                 if key[EXTENT_ID_BYTES:] == b"\0\0":
                     self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
         uses: dict[bytes, tuple[int, float]] = {}
@@ -63,10 +71,12 @@ class InstanceLoader(InstanceReader):
         found: set[bytes] = set()
         async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
             for key, value in page:
+                if turn.is_over():
+                    await turn.give()
                 extent = headers.get(key)
                 if extent is not None and self._load_entry(extent, value, uses.get(key, _UNUSED)):
                     found.add(key)
-        for extent_id in [e for e in self.book.entries if home_shard(e) == number]:
+        for extent_id in known:
             if extent_id not in found:
                 self.book.forget(extent_id)
                 self.shared.cache.invalidate(extent_id)

@@ -56,6 +56,7 @@ class InstanceReader(abc.ABC):
         self.closed = False
         self.loaded = False
         self._loading = asyncio.Lock()
+        self._read_before: set[int] = set()
         self.lost_writes = 0
         self.rows: dict[int, tuple[Ref, ...]] = {}
         self.row_generation = 0
