@@ -176,7 +176,8 @@ def test_a_manager_that_stays_away_ends_the_run_with_its_partial_table(tmp_path,
 
 
 def test_ctrl_c_prints_the_partial_table_and_leaves_no_process(tmp_path, manager, target):
-    path, _ = trace(tmp_path, 400)
+    # Over a minute at this speed: it is not over before the signal, however late that comes.
+    path, _ = trace(tmp_path, 4_000)
     reached = threading.Event()
     manager.on_lookup = lambda count: reached.set() if count == 20 else None
     process = start(path, "-t", target, "--workers", "2", "--speed", "x20")

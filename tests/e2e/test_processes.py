@@ -162,8 +162,9 @@ def test_a_second_manager_on_the_folder_is_refused_and_the_first_goes_on(site: S
             f"--index-url=rocksdb:{site.data_dir / 'index'}",
         )
         assert third.returncode == 1
-        assert third.stderr.count("\n") == 1, third.stderr
-        assert str(site.data_dir / "index") in third.stderr
+        # The log may say what was opened before.
+        (refusal,) = [x for x in third.stderr.splitlines() if x.startswith("error: ")]
+        assert str(site.data_dir / "index") in refusal
         assert all(right(client, "i", range(8)))
         assert put(client, "i", range(8, 16)) == 8
     assert site.stop() == 0

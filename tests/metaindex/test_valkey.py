@@ -411,12 +411,17 @@ async def test_a_server_that_may_drop_records_is_warned_about(
 
 
 async def test_another_program_at_the_port_is_told_from_valkey() -> None:
+    talking: set[object] = set()
+
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talking.add(writer)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
         # The client hangs up first.
         await reader.read()
         writer.close()
+        await writer.wait_closed()
+        talking.discard(writer)
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -425,3 +430,5 @@ async def test_another_program_at_the_port_is_told_from_valkey() -> None:
             pass
     server.close()
     await server.wait_closed()
+    # That does not wait for what was accepted.
+    await eventually(lambda: not talking)
