@@ -48,7 +48,13 @@ def trace(tmp_path: Path, requests: int = 60) -> tuple[Path, object]:
 def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvcm.cli.main", "replay", *map(str, arguments)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell's background job hands down that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
