@@ -26,9 +26,9 @@ async def with_room(index: InstanceIndex, refs: Mapping[int, RowRefs]) -> dict[i
         kept[position] = those[first:]
         for extent_id, at in those[:first]:
             surplus[extent_id] = surplus.get(extent_id, 0) | 1 << at
-    for extent_id, gone in surplus.items():
+    for extent_id in surplus:
         await index.change(
             extent_id,
-            lambda extent, state, gone=gone: take_out(index, extent, state, gone),  # type: ignore[misc]
+            lambda extent, state: take_out(index, extent, state, surplus[extent.extent_id]),
         )
     return kept

@@ -257,6 +257,7 @@ class InstanceIndex(InstanceLoader):
             await asyncio.sleep(0)
             (outcomes,) = await self.shards.commit([(home, [mutation])])
         except BaseException:
+            # Cancelled, too: it may have taken effect, so the shard decides when room is free.
             self.shards.release(home, extent.storage, delta)
             raise
         self._count_changed(extent.storage, -delta)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -31,40 +31,29 @@ _CHUNK_KEY = struct.Struct(">H")
 _DUE = struct.Struct(">BQd")
 _REF = struct.Struct(">12sH")
 _pack = msgspec.msgpack.Encoder().encode
-_Header = tuple[
-    int,
-    str,
-    int,
-    bytes,
-    tuple[tuple[str, int], ...],
-    tuple[int, ...],
-    bytes,
-    int,
-    tuple[tuple[int, int, bytes | None, int], ...],
-    int,
-    int,
-]
-_FollowedHeader = tuple[
-    int,
-    str,
-    int,
-    bytes,
-    tuple[tuple[str, int], ...],
-    tuple[int, ...],
-    bytes,
-    int,
-    tuple[tuple[int, int, bytes | None, int], ...],
-    int,
-    int,
-    tuple[bytes, ...],
-]
-_HEADER_FIELDS = 11
-"""Of a header without followers, as nearly all are: the first byte of a msgpack array tells."""
 # Typed, so that whatever stands in a damaged record is refused before anything is made of it.
-_read_header = msgspec.msgpack.Decoder(_Header).decode
-_read_followed = msgspec.msgpack.Decoder(_FollowedHeader).decode
 _read_state = msgspec.msgpack.Decoder(tuple[int, int, bytes, bytes, bytes, int, int, int]).decode
 _read_trash = msgspec.msgpack.Decoder(tuple[str, bytes, int, bool, bool]).decode
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An extent's header as it is stored: an array, whose last field older records lack."""
+
+    count: int
+    storage: str
+    storage_type: int
+    descriptor: bytes
+    specs: tuple[tuple[str, int], ...]
+    spec_sets: tuple[int, ...]
+    subset_of: bytes
+    trim: int
+    runs: tuple[tuple[int, int, bytes | None, int], ...]
+    started_ms: int
+    timeout_s: int
+    followers: tuple[bytes, ...] = ()
+
+
+_read_header = msgspec.msgpack.Decoder(_Header).decode
 
 
 class Phase(IntEnum):
@@ -240,8 +229,8 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
     try:
         body = _unseal(chunk_key(extent_id, 0), first)
         (size,) = struct.unpack_from(">I", body)
-        f, followers = _header_of(body[4 : 4 + size])
-        count, specs, sets, subset_of = f[0], f[4], f[5], f[6]
+        head = _read_header(body[4 : 4 + size])
+        count, specs, sets, subset_of = head.count, head.specs, head.spec_sets, head.subset_of
         keys = body[4 + size :]
         if not 0 < count <= BLOCKS_PER_EXTENT_MAX:
             raise ValueError(f"count {count}")
@@ -253,33 +242,26 @@ def decode_header(extent_id: bytes, first: bytes) -> tuple[Extent, int]:
             raise ValueError("spec subsets")
         if subset_of and (len(subset_of) != count or max(subset_of) >= len(sets)):
             raise ValueError("spec subset index")
+        if any(len(follower) != EXTENT_ID_BYTES for follower in head.followers):
+            raise ValueError("follower")
         extent = Extent(
             extent_id=extent_id,
             keys=keys,
-            storage=f[1],
-            storage_type=int(StorageType(f[2])),
-            descriptor=f[3],
+            storage=head.storage,
+            storage_type=int(StorageType(head.storage_type)),
+            descriptor=head.descriptor,
             specs=specs,
             spec_sets=sets,
             subset_of=subset_of,
-            trim=f[7],
-            runs=tuple(Run(*run) for run in f[8]),
-            started_ms=f[9],
-            timeout_s=f[10],
-            followers=followers,
+            trim=head.trim,
+            runs=tuple(Run(*run) for run in head.runs),
+            started_ms=head.started_ms,
+            timeout_s=head.timeout_s,
+            followers=head.followers,
         )
     except (ValueError, TypeError, IndexError, struct.error, msgspec.MsgspecError) as error:
         raise CorruptRecord(f"extent {extent_id.hex()}: {error}") from error
     return extent, count
-
-
-def _header_of(data: bytes) -> tuple[_Header, tuple[bytes, ...]]:
-    if data[:1] == bytes([0x90 | _HEADER_FIELDS]):
-        return _read_header(data), ()
-    *fields, followers = _read_followed(data)
-    if any(len(f) != EXTENT_ID_BYTES for f in followers):
-        raise ValueError("follower")
-    return cast(_Header, tuple(fields)), followers
 
 
 def join_chunks(extent: Extent, count: int, rest: Sequence[bytes | None]) -> Extent:

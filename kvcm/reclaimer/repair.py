@@ -219,6 +219,7 @@ class ScrubLoop:
                 self._end(now)
                 break
             except BaseException:
+                # Cancelled, too: a pass that stopped half-way is begun anew, not gone on with.
                 await self._drop()
                 raise
             if not count:

@@ -11,7 +11,7 @@ from kvcm.core.errors import KvcmError
 from kvcm.core.keys import array_of
 from kvcm.core.limits import ROW_REFS_MAX
 from kvcm.metaindex import bits, records
-from kvcm.metaindex.instance import InstanceIndex
+from kvcm.metaindex.instance import Decide, InstanceIndex
 from kvcm.metaindex.layout import Layout, spec_positions
 from kvcm.metaindex.reading import RowRefs
 from kvcm.metaindex.records import Extent, Phase, State
@@ -248,10 +248,7 @@ class ExtentCheck:
             blocks = 0
             for i in bits.positions(gone):
                 blocks |= layout.members[i]
-            change = await index.change(
-                extent_id,
-                lambda _e, s, blocks=blocks: _without(index, s, blocks),  # type: ignore[misc]
-            )
+            change = await index.change(extent_id, _without(index, blocks))
             if change is not None and change.applied:
                 scope.report.fixed(Kind.MISSING_FILE, gone.bit_count())
 
@@ -288,10 +285,7 @@ class ExtentCheck:
             done = await commit_rows(index, groups)
             if full:
                 # No row can name them: they are as good as gone.
-                await index.change(
-                    extent.extent_id,
-                    lambda _e, s, full=full: _without(index, s, full),  # type: ignore[misc]
-                )
+                await index.change(extent.extent_id, _without(index, full))
             self._scope.report.fixed(Kind.MISSING_ROW, done + full.bit_count())
 
 
@@ -358,10 +352,14 @@ def _restated(index: InstanceIndex, state: State) -> State | None:
     return state.next(index.new_version()) if state.phase is Phase.SETTLED else None
 
 
-def _without(index: InstanceIndex, state: State, blocks: int) -> State | None:
-    """A settled state without some blocks; None when it serves none of them."""
-    if state.phase is not Phase.SETTLED or not state.serving & blocks:
-        return None
-    serving = state.serving & ~blocks
-    phase = Phase.SETTLED if serving else Phase.RETIRED
-    return state.next(index.new_version(), phase=phase, serving=serving)
+def _without(index: InstanceIndex, blocks: int) -> Decide:
+    """A decision that takes some blocks out of a settled extent; what it serves none of stays."""
+
+    def decide(_extent: Extent, state: State) -> State | None:
+        if state.phase is not Phase.SETTLED or not state.serving & blocks:
+            return None
+        serving = state.serving & ~blocks
+        phase = Phase.SETTLED if serving else Phase.RETIRED
+        return state.next(index.new_version(), phase=phase, serving=serving)
+
+    return decide

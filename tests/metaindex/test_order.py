@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,10 +63,10 @@ def numbers(entries: list[Entry]) -> list[int]:
     return [int.from_bytes(e.extent_id, "big") for e in entries]
 
 
-def drain(order: EvictionOrder, **scope: str) -> list[Entry]:
+def drain(order: EvictionOrder, **scope: Any) -> list[Entry]:
     """Everything, in the order in which it goes one by one."""
     out: list[Entry] = []
-    while found := order.coldest(1, **scope):  # type: ignore[arg-type]
+    while found := order.coldest(1, **scope):
         out += found
         for gone in found:
             order.leave(gone)
@@ -262,25 +263,25 @@ actions = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(actions, min_size=10, max_size=60))
 def test_victims_equal_the_model_and_chains_keep_their_prefix(
-    policy: Policy, steps: list[tuple[object, ...]]
+    policy: Policy, steps: list[tuple[Any, ...]]
 ) -> None:
     model = Model(policy)
     for what, *args in steps:
         if what == "wait":
-            model.now_ms += args[0]  # type: ignore[operator]
+            model.now_ms += args[0]
         elif what == "remove":
-            found = model.holder.get(args[0])  # type: ignore[call-overload]
+            found = model.holder.get(args[0])
             if found is not None and found.phase is Phase.SETTLED:
                 model.gone(found)
                 model.order.refresh(100)
         elif what == "refresh":
-            model.order.refresh(args[0])  # type: ignore[arg-type]
+            model.order.refresh(args[0])
         elif what == "policy":
-            model.policy = args[0]  # type: ignore[assignment]
-            model.order.set_policy(args[0])  # type: ignore[arg-type]
+            model.policy = args[0]
+            model.order.set_policy(args[0])
             model.order.refresh(1000)
         else:
-            getattr(model, what)(*args)  # type: ignore[call-overload]
+            getattr(model, what)(*args)
         settled = {e for e in model.living() if e.phase is Phase.SETTLED}
         assert {e for e in model.living() if e in model.order} == settled
         assert len(model.order) == len(settled)

@@ -86,7 +86,7 @@ class SpaceMachine:
             timeout_max_s=60,
             turns=seed % 3,
             cache_bytes=20_000 if seed % 2 else 1 << 26,
-            wrap=lambda backend: FaultyBackend(backend, self.faults),  # type: ignore[return-value]
+            wrap=lambda backend: FaultyBackend(backend, self.faults),
         )
         self.limits = space_checks.Limits(self.h)
         self.chains = {name: chains_of(self.chance, 1) for name in INSTANCES}

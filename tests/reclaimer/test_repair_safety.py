@@ -210,7 +210,7 @@ async def test_bytes_outlive_a_trim_of_the_records_by_the_grace(h: Harness) -> N
     grant = await h.put(range(3), "i2")
     await h.trim(damage.TrimStrategy.REMOVE_ALL_META, "i2")
     await h.wait(700)  # its records are forgotten
-    run_ = RepairRun(h.manager.repair._ports, RepairOptions(fix=True))  # type: ignore[union-attr]
+    run_ = RepairRun(h.manager.repair._ports, RepairOptions(fix=True))
     waited = 0
     async with aclosing(run_.steps()) as steps:
         async for count in steps:
@@ -358,7 +358,7 @@ async def test_a_crash_in_the_middle_leaves_the_rest_to_the_next_run(
         damage.lose_a_file,
     ):
         await harm(h)
-    one = RepairRun(h.manager.repair._ports, RepairOptions(fix=True))  # type: ignore[union-attr]
+    one = RepairRun(h.manager.repair._ports, RepairOptions(fix=True))
     steps = one.steps()
     for _ in range(crash_at):
         if await anext(steps, None) == 0:
@@ -380,7 +380,7 @@ async def test_the_scrubber_keeps_its_pace_and_mends(h: Harness) -> None:
     await h.put(range(90))
     await damage.lose_a_row(h)
     await damage.plant_a_file(h)
-    scrub = ScrubLoop(h.manager.repair, 50)  # type: ignore[arg-type]
+    scrub = ScrubLoop(h.manager.repair, 50)
     rounds, done = 0, 0
     repair = h.manager.repair
     assert repair is not None
@@ -402,7 +402,7 @@ async def test_the_scrubber_keeps_its_pace_and_mends(h: Harness) -> None:
 async def test_the_scrubber_leaves_what_does_not_parse_to_a_human(h: Harness) -> None:
     await h.put(range(90))
     expected = await damage.garble_trash(h)
-    scrub = ScrubLoop(h.manager.repair, 10_000)  # type: ignore[arg-type]
+    scrub = ScrubLoop(h.manager.repair, 10_000)
     repair = h.manager.repair
     assert repair is not None
     while not repair.totals.runs:
@@ -414,7 +414,7 @@ async def test_the_scrubber_leaves_what_does_not_parse_to_a_human(h: Harness) ->
 
 async def test_the_scrubber_can_be_off_and_gives_way(h: Harness) -> None:
     await h.put(range(90))
-    assert (await ScrubLoop(h.manager.repair, 0).run_once(0.0)).done == 0  # type: ignore[arg-type]
+    assert (await ScrubLoop(h.manager.repair, 0).run_once(0.0)).done == 0
     repair = h.manager.repair
     assert repair is not None
     scrub = ScrubLoop(repair, 5)
