@@ -95,6 +95,18 @@ class AdmissionPolicy(IntEnum):
     TINYLFU = 1
 
 
+class ReportKind(IntEnum):
+    """What a reader met (ours: CEK_* of ReportCacheError)."""
+
+    UNSPECIFIED = 0
+    MISSING = 1
+    """The bytes are not there, or fewer than there should be."""
+    CORRUPT = 2
+    """They are there, and wrong."""
+    UNREACHABLE = 3
+    """The storage did not answer, or with an error."""
+
+
 class BlockStatus(IntEnum):
     """CLS_* of GetCacheMeta (wire.md §4)."""
 
