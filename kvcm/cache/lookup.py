@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcm.cache.api import (
     LookupAnswer,
@@ -197,6 +197,8 @@ class Lookup:
         miss = answers.placeholder(names, 0, as_json)
         rows = await index.rows_of(wanted, partial=True)
         views = await index.views_of({e for row in rows for e, _ in row}, partial=True)
+        entries = [view.entry for view in views.values() if view.entry is not None]
+        used = index.book.last_uses(entries) if request.detail_level > 0 else {}
         pieces: list[bytes] = []
         metas: list[str] = []
         encoded: dict[bytes, list[bytes]] = {}
@@ -210,7 +212,7 @@ class Lookup:
             ]
             found.sort(key=lambda ref: not ref[0].serving >> ref[1] & 1)
             pieces.append(_entry_of(*found[0], as_json, miss, encoded) if found else miss)
-            metas.append(_meta(found, request.detail_level))
+            metas.append(_meta(found, request.detail_level, used))
             size += len(pieces[-1]) + len(metas[-1])
         if size > self._context.settings.reply_bytes_max:
             raise ReplyTooLarge(
@@ -261,19 +263,19 @@ def _right_most(segments: Sequence[Segment], window: int) -> list[Segment]:
     return chain
 
 
-def _meta(found: Sequence[tuple[View, int]], detail: int) -> str:
+def _meta(found: Sequence[tuple[View, int]], detail: int, used: Mapping[Entry, int]) -> str:
     if not found:
         return '{"status":"CLS_NOT_FOUND"}'
     view, position = found[0]
     shown = {"id": location_id(view.extent.extent_id, position), "status": _status(view, position)}
     if detail <= 0:
         return json.dumps(shown, separators=(",", ":"))
-    full = {**shown, **_details(view, position)}
+    full = {**shown, **_details(view, position, used)}
     full["locations"] = [
         {
             "id": location_id(v.extent.extent_id, p),
             "status": _status(v, p),
-            **_details(v, p),
+            **_details(v, p, used),
         }
         for v, p in found
     ]
@@ -285,13 +287,13 @@ def _status(view: View, position: int) -> str:
     return f"CLS_{(BlockStatus.SERVING if serving else BlockStatus.WRITING).name}"
 
 
-def _details(view: View, position: int) -> dict[str, object]:
+def _details(view: View, position: int, used: Mapping[Entry, int]) -> dict[str, object]:
     extent, entry = view.extent, view.entry
     subset = extent.subset_of[position] if extent.subset_of else 0
     return {
         "size": block_sizes(extent)[subset],
         "create_time_ms": extent.started_ms,
         "finish_time_ms": entry.finished_ms if entry else 0,
-        "last_access_time_ms": entry.stamp_ms if entry else 0,
+        "last_access_time_ms": used[entry] if entry else 0,
         "storage": extent.storage,
     }

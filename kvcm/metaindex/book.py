@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from kvcm.metaindex.entry import Entry, with_ancestors
+from kvcm.metaindex.entry import Entry, children_of, with_ancestors
 from kvcm.metaindex.ledger import ZERO
 from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.records import Phase, Run
@@ -18,6 +18,11 @@ __all__ = ["Book", "Entry"]
 
 class Book:
     """Entries of one instance by extent id; ``order`` is the group's, shared by its instances.
+
+    A use of an extent is a use of all it builds on. Where only the time of the last use matters
+    (all policies but LFU) that is not written down at once: nothing but a leaf is ever evicted, so
+    an extent takes over the stamp of what built on it when that leaves. A touch thus costs the
+    same however long the chain is; ``last_uses`` says what it will come to.
 
     ``over`` are the retired and aborted ones, kept for repeated finishes; ``dirty`` those whose
     stamp is not stored yet; ``unlinked`` those that were read from the store and whose parents, by
@@ -66,15 +71,15 @@ class Book:
                 self.order.join(follower, entry)
 
     def settle(self, entry: Entry, stamp_ms: int) -> None:
-        """An open entry now serves, from ``stamp_ms`` on: that renews what it builds on."""
+        """An open entry now serves, from ``stamp_ms`` on."""
         self.open_count -= 1
         entry.stamp_ms = max(entry.stamp_ms, stamp_ms)
-        self._to_store((entry, *self._renew(entry)))
+        self._to_store((entry,))
         if entry not in self.unlinked:
             self.order.add(entry)
 
     def link_up(self, entry: Entry) -> None:
-        """Find the parents of an unlinked entry. A parent is at least as young as its child."""
+        """Find the parents of an unlinked entry."""
         if entry not in self.unlinked:
             return
         names = dict.fromkeys(run.parent for run in self.unlinked[entry][0] if run.parent)
@@ -82,7 +87,6 @@ class Book:
         self.order.link(entry, parents)
         if len(parents) < len(names):
             entry.orphan = True
-        self._renew(entry)
         self.order.age = max(self.order.age, entry.heat)
 
     def follow_up(self, entry: Entry) -> None:
@@ -95,19 +99,6 @@ class Book:
         if self.unlinked.pop(entry, None) is not None and entry.phase is Phase.SETTLED:
             self.order.add(entry)
 
-    def _renew(self, entry: Entry) -> list[Entry]:
-        """Raise what it builds on to its stamp; those that changed."""
-        raised: list[Entry] = []
-        stack = [entry]
-        while stack:
-            entry = stack.pop()
-            for parent in entry.parents:
-                if parent.stamp_ms < entry.stamp_ms:
-                    parent.stamp_ms = entry.stamp_ms
-                    stack.append(parent)
-                    raised.append(parent)
-        return raised
-
     def leave(self, entry: Entry, was: Phase) -> None:
         """Take an entry that is now retired or aborted out of the order; it stays known."""
         self.over[entry.extent_id] = entry
@@ -116,6 +107,7 @@ class Book:
     def _clear(self, entry: Entry, was: Phase) -> None:
         if was is Phase.OPEN:
             self.open_count -= 1
+        self._hand_on(entry)
         self.order.leave(entry)
         self.unlinked.pop(entry, None)
         self.dirty.pop(entry, None)
@@ -123,6 +115,13 @@ class Book:
         entry.opened = None
         entry.state = None
         entry.held = ZERO
+
+    def _hand_on(self, entry: Entry) -> None:
+        """An entry leaves: what it builds on was used when it was."""
+        for parent in entry.parents:
+            if parent.stamp_ms < entry.stamp_ms:
+                parent.stamp_ms = entry.stamp_ms
+                self._to_store((parent,))
 
     def forget(self, extent_id: bytes) -> None:
         """Drop an entry for good."""
@@ -148,20 +147,43 @@ class Book:
         return out
 
     def touch(self, entries: Iterable[Entry], stamp_ms: int, *, write: bool = False) -> None:
-        """Stamp entries and all their ancestors as just used; ``write``: by a StartWrite."""
-        used = list(with_ancestors(entries))
+        """Entries, and with them all they build on, were used; ``write``: by a StartWrite."""
+        used = list(with_ancestors(entries)) if self.order.policy.counts else entries
         self.order.touch(used, stamp_ms, write=write)
         self._to_store(used)
 
     def touch_chain(self, entries: Sequence[Entry], stamp_ms: int, *, write: bool = False) -> None:
-        """Stamp entries that follow each other in a request, and all their ancestors.
+        """Entries that follow each other in a request, and all they build on, were used.
 
         An orphan among them has been reached from the one before it: it builds on that.
         """
-        for i in range(1, len(entries)):
-            if entries[i].orphan:
-                self.order.join(entries[i], entries[i - 1])
-        self.touch(entries, stamp_ms, write=write)
+        tips: list[Entry] = []
+        last: Entry | None = None
+        for entry in entries:
+            if last is not None:
+                if entry.orphan:
+                    self.order.join(entry, last)
+                if last not in entry.parents:
+                    tips.append(last)
+            last = entry
+        if last is not None:
+            self.touch([*tips, last], stamp_ms, write=write)
+
+    def last_uses(self, entries: Iterable[Entry]) -> dict[Entry, int]:
+        """When each entry or anything that builds on it was last used, epoch milliseconds."""
+        known: dict[Entry, int] = {}
+        # The deepest first: those above find the answer of a whole branch there.
+        for entry in sorted(set(entries), key=lambda e: e.depth, reverse=True):
+            newest, seen, stack = 0, {entry}, [entry]
+            while stack:
+                at = stack.pop()
+                newest = max(newest, known.get(at, at.stamp_ms))
+                if at not in known:
+                    below = [c for c in children_of(at) if c not in seen]
+                    seen.update(below)
+                    stack += below
+            known[entry] = newest
+        return known
 
     def _to_store(self, entries: Iterable[Entry]) -> None:
         dirty = self.dirty

@@ -1,0 +1,100 @@
+"""Stamps that are handed on when an extent leaves, against ones that are written down at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcm.metaindex.book import Book
+from kvcm.metaindex.entry import Entry
+from kvcm.metaindex.order import EvictionOrder
+from kvcm.metaindex.policy import Policy
+from kvcm.metaindex.records import Phase
+from tests.metaindex.test_order import POLICIES, entry
+
+
+class Eager:
+    """A book, and beside it the stamps as a touch of every ancestor would make them."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.book = Book(EvictionOrder(policy))
+        self.stamps: dict[Entry, int] = {}
+        self.parent: dict[Entry, Entry | None] = {}
+        self.now_ms = 0
+
+    def path(self, last: Entry) -> list[Entry]:
+        """The chain that ends with an extent, from its head on."""
+        chain: list[Entry] = []
+        at: Entry | None = last
+        while at is not None:
+            chain.append(at)
+            at = self.parent[at]
+        return chain[::-1]
+
+    def used(self, chain: list[Entry]) -> None:
+        self.now_ms += 1
+        for one in chain:
+            self.stamps[one] = self.now_ms
+
+    def grow(self) -> None:
+        living = list(self.stamps)
+        parent = self.chance.choice(living) if living and self.chance.random() < 0.9 else None
+        depth = parent.depth + 1 if parent is not None else 0
+        new = entry(len(self.parent), at_ms=self.now_ms + 1, depth=depth)
+        self.parent[new] = parent
+        self.book.add(new, (parent,) if parent is not None else ())
+        chain = self.path(new)
+        self.used(chain)
+        self.book.touch_chain(chain, self.now_ms, write=True)
+
+    def read(self) -> None:
+        chain = self.path(self.chance.choice(list(self.stamps)))
+        self.used(chain)
+        if self.chance.random() < 0.5:
+            self.book.touch_chain(chain, self.now_ms)
+        else:
+            self.book.touch((chain[-1],), self.now_ms)
+
+    def evict(self) -> Entry:
+        (victim,) = self.book.order.coldest(1)
+        victim.phase = Phase.RETIRED
+        self.book.leave(victim, Phase.SETTLED)
+        return victim
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_what_leaves_was_last_used_when_its_last_descendant_was(policy: Policy, seed: int) -> None:
+    model = Eager(policy, seed)
+    for _ in range(400):
+        if len(model.stamps) < 5 or model.chance.random() < 0.4:
+            model.grow()
+        elif model.chance.random() < 0.5:
+            model.read()
+        else:
+            victim = model.evict()
+            assert victim.stamp_ms == model.stamps.pop(victim)
+    assert model.book.last_uses(model.stamps) == model.stamps
+
+
+def test_a_touch_writes_down_one_extent_however_long_the_chain() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    chain: list[Entry] = []
+    for number in range(50):
+        chain.append(entry(number, at_ms=1, depth=number))
+        book.add(chain[-1], chain[-2:-1])
+    book.touch_chain(chain, 2)
+    assert list(book.dirty) == chain[-1:]
+
+
+def test_what_hands_its_stamp_on_has_it_stored() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    head, tail = entry(1, at_ms=1), entry(2, at_ms=5, depth=1)
+    book.add(head)
+    book.add(tail, (head,))
+    tail.phase = Phase.RETIRED
+    book.leave(tail, Phase.SETTLED)
+    assert head.stamp_ms == 5
+    assert list(book.dirty) == [head]
