@@ -159,7 +159,8 @@ def check_files(
             assert files[name] == size, f"{name} has {files[name]} bytes, not {size}"
             continue
         dead = name in found.trash and name in faults.deleted
-        assert dead or found.extent_of[name] not in written, f"{name} is gone"
+        where = "live" if name in found.live else "in the trash"
+        assert dead or found.extent_of[name] not in written, f"{name} is {where} and gone"
         missing[name] = size
     extra = files.keys() - found.live.keys() - found.trash.keys()
     assert extra <= found.again | left, f"files of nobody: {sorted(extra - found.again - left)[:4]}"

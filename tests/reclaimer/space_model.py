@@ -70,7 +70,7 @@ class StorageFaults:
         self.chance = random.Random(seed)
         self.rate = 0.0
         self.deleted: set[str] = set()
-        """Objects whose bytes were deleted; the index may not know yet."""
+        """Objects whose bytes may be deleted; the index may not know yet."""
         self.refused = 0
         self.not_placed = 0
 
@@ -106,8 +106,9 @@ class FaultyBackend:
             faults.refused += len(names)
             raise StorageError("injected: nothing can be deleted")
         tried = [name for name in names if not faults.strikes()]
+        # Before the call: a manager that dies meanwhile does not stop the thread that deletes.
+        faults.deleted.update(tried)
         answers = dict(zip(tried, await self._inner.delete(tried), strict=True))
-        faults.deleted.update(name for name, answer in answers.items() if answer is None)
         faults.refused += len(names) - len(tried)
         return [answers.get(n, StorageError("injected: not this one")) for n in names]
 
