@@ -22,6 +22,8 @@ StorageType: ST_UNSPECIFIED 0, ST_3FS 1, ST_MOONCAKE 2, ST_TAIRMEMPOOL 3, ST_NFS
 ENUMS_META = """
 QueryType: QT_UNSPECIFIED 0, QT_BATCH_GET 1, QT_PREFIX_MATCH 2, QT_REVERSE_ROLL_SW_MATCH 3.
 TrimStrategy: TS_UNSPECIFIED 0, TS_REMOVE_ALL_CACHE 1, TS_REMOVE_ALL_META 2, TS_TIMESTAMP 3.
+CacheErrorKind: CEK_UNSPECIFIED 0, CEK_MISSING 1, CEK_CORRUPT 2, CEK_UNREACHABLE 3.
+CacheErrorOutcome: CEO_NOTHING 0, CEO_ACCEPTED 1, CEO_STALE 2, CEO_NOT_VERIFIED 3, CEO_UNCHECKED 4, CEO_LIMITED 5.
 """
 ENUMS_ADMIN = """
 ReclaimPolicy: POLICY_UNSPECIFIED 0, POLICY_LRU 1, POLICY_LFU 2, POLICY_TTL 3.
@@ -67,6 +69,8 @@ StartWriteCacheRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_id
 StartWriteCacheResponse{header:1 CommonResponseHeader, write_session_id:2 s, block_mask:3 BlockMask, locations:4 rep CacheLocation}
 FinishWriteCacheRequest{trace_id:1, instance_id:2, write_session_id:3 s, success_blocks:4 BlockMask, locations:5 rep CacheLocation}
 TrimCacheRequest{trace_id:1, instance_id:2, strategy:3 TrimStrategy, begin_timestamp:4 i32, end_timestamp:5 i32}
+ReportCacheErrorRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_ids:4 rep i64, locations:5 rep CacheLocation, kinds:6 rep CacheErrorKind}
+ReportCacheErrorResponse{header:1 CommonResponseHeader, outcomes:2 rep CacheErrorOutcome, accepted:3 i32, stale:4 i32, not_verified:5 i32, unchecked:6 i32, limited:7 i32}
 """
 MESSAGES_ADMIN = """
 CommonResponseHeader{status:1 Status, request_id:2 s}
@@ -124,7 +128,8 @@ META_METHODS = """
 RegisterInstance RegisterInstanceResponse, GetInstanceInfo GetInstanceInfoResponse,
 GetCacheLocation GetCacheLocationResponse, GetCacheMeta GetCacheMetaResponse,
 StartWriteCache StartWriteCacheResponse, FinishWriteCache CommonResponse,
-RemoveCache CommonResponse, TrimCache CommonResponse
+RemoveCache CommonResponse, TrimCache CommonResponse,
+ReportCacheError ReportCacheErrorResponse
 """
 ADMIN_METHODS = """
 AddStorage CommonResponse, EnableStorage CommonResponse, DisableStorage CommonResponse,

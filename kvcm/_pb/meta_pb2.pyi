@@ -119,6 +119,68 @@ TS_REMOVE_ALL_META: TrimStrategy.ValueType  # 2
 TS_TIMESTAMP: TrimStrategy.ValueType  # 3
 Global___TrimStrategy: _TypeAlias = TrimStrategy  # noqa: Y015
 
+class _CacheErrorKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheErrorKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CEK_UNSPECIFIED: _CacheErrorKind.ValueType  # 0
+    CEK_MISSING: _CacheErrorKind.ValueType  # 1
+    """The bytes are not there, or fewer than there should be."""
+    CEK_CORRUPT: _CacheErrorKind.ValueType  # 2
+    """They are there, and wrong."""
+    CEK_UNREACHABLE: _CacheErrorKind.ValueType  # 3
+    """The storage did not answer, or with an error."""
+
+class CacheErrorKind(_CacheErrorKind, metaclass=_CacheErrorKindEnumTypeWrapper):
+    """Ours: what a reader met."""
+
+CEK_UNSPECIFIED: CacheErrorKind.ValueType  # 0
+CEK_MISSING: CacheErrorKind.ValueType  # 1
+"""The bytes are not there, or fewer than there should be."""
+CEK_CORRUPT: CacheErrorKind.ValueType  # 2
+"""They are there, and wrong."""
+CEK_UNREACHABLE: CacheErrorKind.ValueType  # 3
+"""The storage did not answer, or with an error."""
+Global___CacheErrorKind: _TypeAlias = CacheErrorKind  # noqa: Y015
+
+class _CacheErrorOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheErrorOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheErrorOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CEO_NOTHING: _CacheErrorOutcome.ValueType  # 0
+    """Nothing was reported for this key: its location has no uri."""
+    CEO_ACCEPTED: _CacheErrorOutcome.ValueType  # 1
+    """Missing, corrupt: the block is a miss from now on. Unreachable: noted."""
+    CEO_STALE: _CacheErrorOutcome.ValueType  # 2
+    """The location is not (or not any more) what a lookup answers; ignored."""
+    CEO_NOT_VERIFIED: _CacheErrorOutcome.ValueType  # 3
+    """Reported missing, but it is there with its full size; nothing changed."""
+    CEO_UNCHECKED: _CacheErrorOutcome.ValueType  # 4
+    """Reported missing, and the storage could not be asked; nothing changed."""
+    CEO_LIMITED: _CacheErrorOutcome.ValueType  # 5
+    """More than the instance's reports may do within a minute; nothing changed."""
+
+class CacheErrorOutcome(_CacheErrorOutcome, metaclass=_CacheErrorOutcomeEnumTypeWrapper):
+    """Ours: what became of a reported block."""
+
+CEO_NOTHING: CacheErrorOutcome.ValueType  # 0
+"""Nothing was reported for this key: its location has no uri."""
+CEO_ACCEPTED: CacheErrorOutcome.ValueType  # 1
+"""Missing, corrupt: the block is a miss from now on. Unreachable: noted."""
+CEO_STALE: CacheErrorOutcome.ValueType  # 2
+"""The location is not (or not any more) what a lookup answers; ignored."""
+CEO_NOT_VERIFIED: CacheErrorOutcome.ValueType  # 3
+"""Reported missing, but it is there with its full size; nothing changed."""
+CEO_UNCHECKED: CacheErrorOutcome.ValueType  # 4
+"""Reported missing, and the storage could not be asked; nothing changed."""
+CEO_LIMITED: CacheErrorOutcome.ValueType  # 5
+"""More than the instance's reports may do within a minute; nothing changed."""
+Global___CacheErrorOutcome: _TypeAlias = CacheErrorOutcome  # noqa: Y015
+
 @_typing.final
 class Status(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1083,3 +1145,93 @@ class TrimCacheRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrimCacheRequest: _TypeAlias = TrimCacheRequest  # noqa: Y015
+
+@_typing.final
+class ReportCacheErrorRequest(_message.Message):
+    """Ours: blocks that a lookup answered and that could not be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOCATIONS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    trace_id: _builtins.str
+    instance_id: _builtins.str
+    @_builtins.property
+    def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """When block_keys is empty; as in the other calls."""
+
+    @_builtins.property
+    def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheLocation]:
+        """One a key, as it was answered, or only with the specs that failed. Without a uri: nothing to
+        report for this key.
+        """
+
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___CacheErrorKind.ValueType]:
+        """One a key, or a single one for all."""
+
+    def __init__(
+        self,
+        *,
+        trace_id: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        block_keys: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        locations: _abc.Iterable[Global___CacheLocation] | None = ...,
+        kinds: _abc.Iterable[Global___CacheErrorKind.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "instance_id", b"instance_id", "kinds", b"kinds", "locations", b"locations", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCacheErrorRequest: _TypeAlias = ReportCacheErrorRequest  # noqa: Y015
+
+@_typing.final
+class ReportCacheErrorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    NOT_VERIFIED_FIELD_NUMBER: _builtins.int
+    UNCHECKED_FIELD_NUMBER: _builtins.int
+    LIMITED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.int
+    """How many keys came to each outcome."""
+    stale: _builtins.int
+    not_verified: _builtins.int
+    unchecked: _builtins.int
+    limited: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___CommonResponseHeader: ...
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___CacheErrorOutcome.ValueType]:
+        """One a key, in order."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___CommonResponseHeader | None = ...,
+        outcomes: _abc.Iterable[Global___CacheErrorOutcome.ValueType] | None = ...,
+        accepted: _builtins.int = ...,
+        stale: _builtins.int = ...,
+        not_verified: _builtins.int = ...,
+        unchecked: _builtins.int = ...,
+        limited: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "header", b"header", "limited", b"limited", "not_verified", b"not_verified", "outcomes", b"outcomes", "stale", b"stale", "unchecked", b"unchecked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCacheErrorResponse: _TypeAlias = ReportCacheErrorResponse  # noqa: Y015

@@ -74,6 +74,11 @@ class MetaServiceStub:
                 request_serializer=kvcm_dot___pb_dot_meta__pb2.TrimCacheRequest.SerializeToString,
                 response_deserializer=kvcm_dot___pb_dot_meta__pb2.CommonResponse.FromString,
                 _registered_method=True)
+        self.ReportCacheError = channel.unary_unary(
+                '/kv_cache_manager.proto.meta.MetaService/ReportCacheError',
+                request_serializer=kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorRequest.SerializeToString,
+                response_deserializer=kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorResponse.FromString,
+                _registered_method=True)
 
 
 class MetaServiceServicer:
@@ -127,6 +132,13 @@ class MetaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportCacheError(self, request, context):
+        """Ours, optional.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +181,11 @@ def add_MetaServiceServicer_to_server(servicer, server):
                     servicer.TrimCache,
                     request_deserializer=kvcm_dot___pb_dot_meta__pb2.TrimCacheRequest.FromString,
                     response_serializer=kvcm_dot___pb_dot_meta__pb2.CommonResponse.SerializeToString,
+            ),
+            'ReportCacheError': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCacheError,
+                    request_deserializer=kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorRequest.FromString,
+                    response_serializer=kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +404,33 @@ class MetaService:
             '/kv_cache_manager.proto.meta.MetaService/TrimCache',
             kvcm_dot___pb_dot_meta__pb2.TrimCacheRequest.SerializeToString,
             kvcm_dot___pb_dot_meta__pb2.CommonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCacheError(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv_cache_manager.proto.meta.MetaService/ReportCacheError',
+            kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorRequest.SerializeToString,
+            kvcm_dot___pb_dot_meta__pb2.ReportCacheErrorResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class MetaServiceStub:
     FinishWriteCache: _grpc.UnaryUnaryMultiCallable[_meta_pb2.FinishWriteCacheRequest, _meta_pb2.CommonResponse]
     RemoveCache: _grpc.UnaryUnaryMultiCallable[_meta_pb2.RemoveCacheRequest, _meta_pb2.CommonResponse]
     TrimCache: _grpc.UnaryUnaryMultiCallable[_meta_pb2.TrimCacheRequest, _meta_pb2.CommonResponse]
+    ReportCacheError: _grpc.UnaryUnaryMultiCallable[_meta_pb2.ReportCacheErrorRequest, _meta_pb2.ReportCacheErrorResponse]
+    """Ours, optional."""
 
 @_typing.type_check_only
 class MetaServiceAsyncStub(MetaServiceStub):
@@ -53,6 +55,8 @@ class MetaServiceAsyncStub(MetaServiceStub):
     FinishWriteCache: _aio.UnaryUnaryMultiCallable[_meta_pb2.FinishWriteCacheRequest, _meta_pb2.CommonResponse]  # type: ignore[assignment]
     RemoveCache: _aio.UnaryUnaryMultiCallable[_meta_pb2.RemoveCacheRequest, _meta_pb2.CommonResponse]  # type: ignore[assignment]
     TrimCache: _aio.UnaryUnaryMultiCallable[_meta_pb2.TrimCacheRequest, _meta_pb2.CommonResponse]  # type: ignore[assignment]
+    ReportCacheError: _aio.UnaryUnaryMultiCallable[_meta_pb2.ReportCacheErrorRequest, _meta_pb2.ReportCacheErrorResponse]  # type: ignore[assignment]
+    """Ours, optional."""
 
 class MetaServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -110,5 +114,13 @@ class MetaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _meta_pb2.TrimCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_meta_pb2.CommonResponse, _abc.Awaitable[_meta_pb2.CommonResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ReportCacheError(
+        self,
+        request: _meta_pb2.ReportCacheErrorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_meta_pb2.ReportCacheErrorResponse, _abc.Awaitable[_meta_pb2.ReportCacheErrorResponse]]:
+        """Ours, optional."""
 
 def add_MetaServiceServicer_to_server(servicer: MetaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

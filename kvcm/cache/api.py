@@ -7,14 +7,14 @@ StartWriteCache, each with tag and length); for JSON the comma-joined objects wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
 from kvcm.core.keys import KeyBatch
 from kvcm.core.mask import BlockMask
-from kvcm.core.types import QueryType, TrimStrategy
+from kvcm.core.types import QueryType, ReportOutcome, TrimStrategy
 
 
 class WireForm(IntEnum):
@@ -123,6 +123,24 @@ class TrimRequest:
     end_timestamp: int = 0
 
 
+@dataclass(slots=True)
+class ReportRequest(KeysRequest):
+    """ReportCacheError: one location a key, URI by spec name as a lookup answered them.
+
+    A location without a URI reports nothing. ``kinds``: one a key, or one for all.
+    """
+
+    locations: Sequence[Mapping[str, str]] = ()
+    kinds: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAnswer:
+    """One outcome a key, in order."""
+
+    outcomes: Sequence[ReportOutcome]
+
+
 @dataclass(frozen=True, slots=True)
 class UsageLimit:
     """A limit in its ``unit`` (``bytes``, or ``blocks`` of an instance); None = there is none.
@@ -209,6 +227,8 @@ class UsageReport:
     cut: dict[tuple[str, str], int] = field(default_factory=dict)
     admission: dict[str, AdmissionUsage] = field(default_factory=dict)
     """By group, of those that asked for it."""
+    error_reports: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Blocks that readers reported since the start, by (kind, outcome)."""
     sessions: int = 0
     extents: int = 0
     quarantined: int = 0
@@ -235,6 +255,8 @@ class CacheService(Protocol):
     async def remove(self, request: RemoveRequest) -> None: ...
 
     async def trim(self, request: TrimRequest) -> None: ...
+
+    async def report(self, request: ReportRequest) -> ReportAnswer: ...
 
     async def remove_instance(self, instance_id: str, group: str | None) -> None:
         """Close the instance and free it in the background; InstanceNotExist."""

@@ -13,6 +13,8 @@ from kvcm.cache.api import (
     MetaAnswer,
     MetaRequest,
     RemoveRequest,
+    ReportAnswer,
+    ReportRequest,
     StartWriteAnswer,
     StartWriteRequest,
     TrimRequest,
@@ -22,6 +24,7 @@ from kvcm.cache.base import CacheSettings, Context
 from kvcm.cache.files import Files
 from kvcm.cache.lookup import Lookup
 from kvcm.cache.removal import Removal
+from kvcm.cache.report import Reports
 from kvcm.cache.usage import usage_report
 from kvcm.cache.write import Writes
 from kvcm.core import quota
@@ -113,6 +116,7 @@ class CacheManager:
         self._files = Files(self._backends.get, view.cluster_uid)
         self._writes = Writes(context, self._files)
         self._removal = Removal(context, self._registry.raise_trim)
+        self._reports = Reports(context, self._backends)
         self._follow(view)
         self._registry.subscribe(self._follow)
 
@@ -182,6 +186,10 @@ class CacheManager:
         """See ``Removal.trim``."""
         await self._removal.trim(request)
 
+    async def report(self, request: ReportRequest) -> ReportAnswer:
+        """See ``Reports.report``."""
+        return await self._reports.report(request)
+
     async def remove_instance(self, instance_id: str, group: str | None) -> None:
         """Close an instance; its space is freed in the background.
 
@@ -230,6 +238,10 @@ class CacheManager:
         """Space by instance, group, storage and type; see ``CacheService``."""
         view = self._registry.view
         report = usage_report(self.index, view)
+        report.error_reports = {
+            (kind.name.lower(), outcome.name.lower()): count
+            for (kind, outcome), count in self._reports.counts.items()
+        }
         report.admission = {name: g.usage() for name, g in self.admission.groups.items()}
         if ahead:
             self._look_ahead(report, view)

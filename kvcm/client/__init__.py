@@ -28,6 +28,7 @@ from kvcm.client.sync import AdminClient, Client
 from kvcm.client.types import (
     BlockMeta,
     ClusterInfo,
+    ErrorReport,
     Health,
     InstanceInfo,
     Location,
@@ -48,6 +49,7 @@ __all__ = [
     "BlockMeta",
     "Client",
     "ClusterInfo",
+    "ErrorReport",
     "Health",
     "InstanceInfo",
     "KeyChain",

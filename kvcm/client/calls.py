@@ -19,12 +19,15 @@ from kvcm._pb import meta_pb2 as pb
 from kvcm.client.call import META_SERVICE, Call, Method, build, nothing
 from kvcm.client.types import (
     BlockMeta,
+    ErrorReport,
     InstanceInfo,
+    Location,
     Locations,
     Lookup,
     Registration,
     StorageInfo,
     WriteGrant,
+    report_outcome,
 )
 from kvcm.core.errors import KvcmError
 from kvcm.core.mask import BlockMask
@@ -33,6 +36,7 @@ from kvcm.core.types import (
     LocationSpecInfo,
     ModelDeployment,
     QueryType,
+    ReportKind,
     TrimStrategy,
 )
 
@@ -52,7 +56,11 @@ _START = Method(META_SERVICE, "StartWriteCache", pb.StartWriteCacheResponse, Fal
 _FINISH = Method(META_SERVICE, "FinishWriteCache", pb.CommonResponse, True)
 _REMOVE = Method(META_SERVICE, "RemoveCache", pb.CommonResponse, False)
 _TRIM = Method(META_SERVICE, "TrimCache", pb.CommonResponse, False)
-METHODS = (_REGISTER, _GET_INSTANCE, _GET_LOCATION, _GET_META, _START, _FINISH, _REMOVE, _TRIM)
+_REPORT = Method(META_SERVICE, "ReportCacheError", pb.ReportCacheErrorResponse, True)
+METHODS = (
+    *(_REGISTER, _GET_INSTANCE, _GET_LOCATION, _GET_META),
+    *(_START, _FINISH, _REMOVE, _TRIM, _REPORT),
+)
 
 
 def register_instance(
@@ -280,6 +288,51 @@ def trim_cache(
         end_timestamp=end_timestamp,
     )
     return Call(_TRIM, request, nothing, timeout)
+
+
+def report_cache_error(
+    instance_id: str,
+    keys: Ints = (),
+    locations: Sequence[Location | Mapping[str, str]] = (),
+    kinds: ReportKind | Sequence[ReportKind] = ReportKind.MISSING,
+    *,
+    token_ids: Ints = (),
+    trace_id: str = "",
+    timeout: float | None = None,
+) -> Call[ErrorReport]:
+    """Tell that blocks which a lookup answered could not be read.
+
+    What is missing (the manager looks) or corrupt (it takes your word for so many blocks a minute)
+    is a miss from then on, and can be written again. Repeating a report does no harm.
+
+    Args:
+        locations: one a key, as it was answered, or URIs by name of the specs that failed; one
+            without a URI reports nothing for its key.
+        kinds: one a key, or one for all.
+
+    Raises:
+        InvalidArgument: numbers that do not fit, an unknown spec, a URI of no storage.
+        Unsupported: a manager that does not know this call, over gRPC; over HTTP KvcmError.
+    """
+    request = build(
+        pb.ReportCacheErrorRequest,
+        trace_id=trace_id,
+        instance_id=instance_id,
+        block_keys=_ints(keys),
+        token_ids=_ints(token_ids),
+        locations=[_reported(location) for location in locations],
+        kinds=[int(kinds)] if isinstance(kinds, ReportKind) else list(map(int, kinds)),
+    )
+    return Call(_REPORT, request, _error_report, timeout)
+
+
+def _reported(location: Location | Mapping[str, str]) -> dict[str, Any]:
+    specs = location.specs if isinstance(location, Location) else location
+    return {"location_specs": [{"name": name, "uri": uri} for name, uri in specs.items()]}
+
+
+def _error_report(reply: pb.ReportCacheErrorResponse) -> ErrorReport:
+    return ErrorReport(tuple(map(report_outcome, reply.outcomes)))
 
 
 def registration_fields(

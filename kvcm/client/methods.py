@@ -50,6 +50,7 @@ class MetaMethods:
     finish_write_cache = _method(calls.finish_write_cache)
     remove_cache = _method(calls.remove_cache)
     trim_cache = _method(calls.trim_cache)
+    report_cache_error = _method(calls.report_cache_error)
 
 
 class AdminMethods:

@@ -16,6 +16,7 @@ from kvcm.core.types import (
     LocationSpecGroup,
     LocationSpecInfo,
     ModelDeployment,
+    ReportOutcome,
     StorageType,
 )
 
@@ -29,6 +30,8 @@ _STORAGE_TYPES: dict[int | str, StorageType] = {
     "ST_VCNS_3FS": StorageType.VCNS_HF3FS,
 }
 
+_OUTCOMES = {int(outcome): outcome for outcome in ReportOutcome}
+
 
 def storage_type(kind: int | str) -> StorageType | int:
     """The enum member of a number or a wire name.
@@ -39,6 +42,11 @@ def storage_type(kind: int | str) -> StorageType | int:
     if known is None:
         return kind if isinstance(kind, int) else StorageType.UNSPECIFIED
     return known
+
+
+def report_outcome(number: int) -> ReportOutcome | int:
+    """The enum member; a number this client does not know stays as it is."""
+    return _OUTCOMES.get(number, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,26 @@ class WriteGrant:
             return tuple(range(leading, self.key_count))
         flags = self.mask.flags(self.key_count)
         return tuple(i for i, masked in enumerate(flags) if not masked)
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Answer of ReportCacheError.
+
+    Attributes:
+        outcomes: one a reported key, in order; a plain int when this client does not know it.
+    """
+
+    outcomes: tuple[ReportOutcome | int, ...]
+
+    def count(self, outcome: ReportOutcome) -> int:
+        """Keys with that outcome."""
+        return self.outcomes.count(outcome)
+
+    @property
+    def accepted(self) -> int:
+        """Keys whose report had its effect."""
+        return self.count(ReportOutcome.ACCEPTED)
 
 
 @dataclass(frozen=True, slots=True)

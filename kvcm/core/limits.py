@@ -80,3 +80,11 @@ TRACE_LINE_BYTES_MAX = 16 * 1024 * 1024
 """One row of a request trace, decompressed."""
 SCRUB_PER_SECOND_MAX = 100_000
 """Records and files that the background repair looks at."""
+REPORTED_BLOCKS_PER_REQUEST_MAX = 16_384
+"""Keys in one ReportCacheError."""
+REPORTED_CORRUPT_BLOCKS_PER_MINUTE_MAX = 8_192
+"""Blocks of an instance that readers' word alone may take out of the cache."""
+REPORTED_UNCONFIRMED_BLOCKS_PER_MINUTE_MAX = 16_384
+"""Blocks of an instance that are reported missing without being so; each costs a look."""
+REPORT_CHECK_S_MAX = 5.0
+"""A storage that does not tell by then whether reported blocks are missing keeps them."""

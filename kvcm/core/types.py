@@ -107,6 +107,23 @@ class ReportKind(IntEnum):
     """The storage did not answer, or with an error."""
 
 
+class ReportOutcome(IntEnum):
+    """What became of a reported block (ours: CEO_* of ReportCacheError)."""
+
+    NOTHING = 0
+    """Nothing was reported: its entry names no location."""
+    ACCEPTED = 1
+    """Missing or corrupt: the block is a miss from now on. Unreachable: noted."""
+    STALE = 2
+    """The location is not (or not any more) what a lookup answers; ignored."""
+    NOT_VERIFIED = 3
+    """Reported missing, but it is there with its full size; nothing changed."""
+    UNCHECKED = 4
+    """Reported missing, and the storage could not be asked; nothing changed."""
+    LIMITED = 5
+    """More than the instance's reports may do within a minute; nothing changed."""
+
+
 class BlockStatus(IntEnum):
     """CLS_* of GetCacheMeta (wire.md §4)."""
 

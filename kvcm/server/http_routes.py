@@ -87,6 +87,10 @@ def usage_document(report: UsageReport) -> dict[str, Any]:
         ],
         "refused_writes": _refusals(report.refused),
         "cut_writes": _refusals(report.cut),
+        "error_reports": [
+            {"kind": kind, "outcome": outcome, "blocks": count}
+            for (kind, outcome), count in sorted(report.error_reports.items())
+        ],
         "admission": {name: asdict(found) for name, found in sorted(report.admission.items())},
         "sessions": report.sessions,
         "extents": report.extents,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvcm.cache.api import CacheService
 from kvcm.core.errors import InstanceNotExist, KvcmError
 from kvcm.core.mask import BlockMask
 from kvcm.core.storage_configs import storage_configs_json
-from kvcm.core.types import Instance, StorageConfig
+from kvcm.core.types import Instance, ReportOutcome, StorageConfig
 from kvcm.registry.registry import Registry
 from kvcm.server import pb_entities, requests
 from kvcm.server.calls import Call
@@ -90,6 +91,17 @@ class MetaService:
 
     async def TrimCache(self, call: AnyCall) -> None:
         await self._cache.trim(requests.trim_request(call))
+
+    async def ReportCacheError(self, call: AnyCall) -> None:
+        answer = await self._cache.report(requests.report_request(call))
+        response = call.response
+        response.outcomes.extend(answer.outcomes)
+        counts = Counter(answer.outcomes)
+        response.accepted = counts[ReportOutcome.ACCEPTED]
+        response.stale = counts[ReportOutcome.STALE]
+        response.not_verified = counts[ReportOutcome.NOT_VERIFIED]
+        response.unchecked = counts[ReportOutcome.UNCHECKED]
+        response.limited = counts[ReportOutcome.LIMITED]
 
     def _candidates(self, instance: Instance) -> list[tuple[StorageConfig, bool]]:
         view = self._registry.view

@@ -44,6 +44,14 @@ class _Manager(Collector):
             report.cut,
         )
         yield from _admission(report.admission)
+        reports = CounterMetricFamily(
+            "kvcm_error_reports",
+            "Blocks that readers reported, by kind and outcome.",
+            labels=["kind", "outcome"],
+        )
+        for (kind, outcome), count in sorted(report.error_reports.items()):
+            reports.add_metric([kind, outcome], count)
+        yield reports
         yield GaugeMetricFamily("kvcm_write_sessions", "Open write sessions.", report.sessions)
         yield GaugeMetricFamily("kvcm_extents", "Extents in the index.", report.extents)
         yield CounterMetricFamily(

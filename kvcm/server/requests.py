@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 from kvcm.cache.api import (
     FinishWriteRequest,
     LookupRequest,
     MetaRequest,
     RemoveRequest,
+    ReportRequest,
     StartWriteRequest,
     TrimRequest,
 )
@@ -108,6 +110,39 @@ def trim_request(call: AnyCall) -> TrimRequest:
         begin_timestamp=message.begin_timestamp,
         end_timestamp=message.end_timestamp,
     )
+
+
+def report_request(call: AnyCall) -> ReportRequest:
+    """ReportCacheError."""
+    message = call.request
+    keys, tokens = _keys(call)
+    return ReportRequest(
+        instance_id=message.instance_id,
+        keys=keys,
+        token_ids=tokens,
+        form=call.form,
+        locations=_Locations(message.locations),
+        kinds=message.kinds,
+    )
+
+
+class _Locations(Sequence[Mapping[str, str]]):
+    """URI by spec name of CacheLocations; made when looked at, so that no step makes thousands."""
+
+    def __init__(self, messages: Sequence[Any]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, str]]: ...
+    def __getitem__(self, index: int | slice) -> Mapping[str, str] | Sequence[Mapping[str, str]]:
+        if isinstance(index, slice):
+            return _Locations(self._messages[index])
+        return {spec.name: spec.uri for spec in self._messages[index].location_specs}
 
 
 def _member(kind: type[Any], number: int) -> Any:

@@ -27,6 +27,7 @@ from kvcm.cache.api import (
     LookupRequest,
     MetaRequest,
     RemoveRequest,
+    ReportRequest,
     StartWriteAnswer,
     StartWriteRequest,
     TrimRequest,
@@ -48,6 +49,8 @@ from kvcm.core.types import (
     ModelDeployment,
     QueryType,
     QuotaConfig,
+    ReportKind,
+    ReportOutcome,
     StorageConfig,
     StorageType,
     TriggerStrategy,
@@ -537,6 +540,24 @@ class Harness:
     ) -> None:
         """RemoveCache."""
         await self.manager.remove(RemoveRequest(instance_id, KeyBatch.from_ints(keys), mask=mask))
+
+    async def report(
+        self,
+        keys: Sequence[int],
+        locations: Sequence[Mapping[str, str]],
+        *kinds: ReportKind,
+        instance_id: str = "i1",
+    ) -> list[ReportOutcome]:
+        """ReportCacheError; everything is missing by default."""
+        answer = await self.manager.report(
+            ReportRequest(
+                instance_id,
+                KeyBatch.from_ints(keys),
+                locations=locations,
+                kinds=kinds or (ReportKind.MISSING,),
+            )
+        )
+        return list(answer.outcomes)
 
     async def trim(
         self,

@@ -13,6 +13,8 @@ from kvcm.cache.api import (
     MetaAnswer,
     MetaRequest,
     RemoveRequest,
+    ReportAnswer,
+    ReportRequest,
     StartWriteAnswer,
     StartWriteRequest,
     TrimRequest,
@@ -23,6 +25,7 @@ from kvcm.cache.api import (
 )
 from kvcm.core.errors import InstanceNotExist, InvalidArgument, SessionNotExist
 from kvcm.core.mask import BlockMask
+from kvcm.core.types import ReportOutcome
 from kvcm.server import jsonwire
 
 
@@ -113,6 +116,15 @@ class StandInCache:
     async def trim(self, request: TrimRequest) -> None:
         await self._enter(request)
         self.serving.clear()
+
+    async def report(self, request: ReportRequest) -> ReportAnswer:
+        await self._enter(request)
+        outcomes = []
+        for key, location in zip(request.keys.array(), request.locations, strict=True):
+            known = key in self.serving and f"file://s/{key}?size=1" in location.values()
+            outcomes.append(ReportOutcome.ACCEPTED if known else ReportOutcome.STALE)
+            self.serving.discard(key)
+        return ReportAnswer(outcomes)
 
     async def remove_instance(self, instance_id: str, group: str | None) -> None:
         instance = await self.registry.close_instance(instance_id, group)
