@@ -50,6 +50,7 @@ _RARE = {
     "failed": "writing or finishing failed",
     "lost": "answered, but the bytes were gone: a miss",
     "wrong": "NOT the bytes that were written",
+    "reported": "lost or wrong, and the manager took them out",
 }
 _LATENCIES = {
     "lookup": "lookup",

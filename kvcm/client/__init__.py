@@ -21,6 +21,7 @@ happened), OutcomeUnknown (it may have happened) or NotLeader (no address leads)
 """
 
 from kvcm.client.aio import AsyncAdminClient, AsyncClient
+from kvcm.client.errors import report_kind
 from kvcm.client.keys import KeyChain, block_keys, hash_fingerprint, token_block_keys
 from kvcm.client.retry import RetryPolicy
 from kvcm.client.session import AsyncWriteSession, WriteSession
@@ -65,5 +66,6 @@ __all__ = [
     "WriteSession",
     "block_keys",
     "hash_fingerprint",
+    "report_kind",
     "token_block_keys",
 ]

@@ -312,7 +312,7 @@ def report_cache_error(
 
     Raises:
         InvalidArgument: numbers that do not fit, an unknown spec, a URI of no storage.
-        Unsupported: a manager that does not know this call, over gRPC; over HTTP KvcmError.
+        Unsupported: a manager that does not know this call.
     """
     request = build(
         pb.ReportCacheErrorRequest,

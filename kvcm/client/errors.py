@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcm.client.file_sdk import MISSING, TRUNCATED
 from kvcm.core.errors import (
     CapacityReached,
     DuplicateEntity,
@@ -20,6 +21,7 @@ from kvcm.core.errors import (
     Unsupported,
     VersionConflict,
 )
+from kvcm.core.types import ReportKind
 
 _BY_CODE: dict[int, type[KvcmError]] = {
     ErrorCode.UNSUPPORTED: Unsupported,
@@ -49,3 +51,10 @@ def application_error(code: int, message: str, reason: str) -> KvcmError:
     if general is KvcmError:
         message = f"error code {code}: {message}"
     return kind(message, reason=reason)
+
+
+def report_kind(error: KvcmError) -> ReportKind:
+    """How a block that an SDK answered with this error is to be reported (ReportCacheError)."""
+    if error.reason in (MISSING, TRUNCATED):
+        return ReportKind.MISSING
+    return ReportKind.UNREACHABLE

@@ -30,6 +30,8 @@ class Counters(msgspec.Struct):
     """Answered by a lookup, but the bytes were not there: a miss."""
     blocks_wrong: int = 0
     """Answered by a lookup, read, and not the right bytes."""
+    blocks_reported: int = 0
+    """Lost or wrong, told to the manager and accepted."""
     blocks_present: int = 0
     """No hit, but need not be written: another engine wrote or is writing them."""
     blocks_written: int = 0
@@ -114,6 +116,7 @@ def as_report(
             "hit": total.blocks_hit,
             "lost": total.blocks_lost,
             "wrong": total.blocks_wrong,
+            "reported": total.blocks_reported,
             "present": total.blocks_present,
             "written": total.blocks_written,
             "refused": total.refused,

@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvcm.client.errors import report_kind
 from kvcm.core.clock import Clock
-from kvcm.core.errors import CapacityReached, KvcmError, NotLeader, NotReady
+from kvcm.core.errors import CapacityReached, KvcmError, NotLeader, NotReady, Unsupported
+from kvcm.core.types import ReportKind
 from kvcm.optimizer.content import BlockContent
 from kvcm.optimizer.counters import Counters, count
 from kvcm.optimizer.latency import LatencyHistogram
@@ -48,7 +50,12 @@ class Manager(Protocol):
         """Begin to write what is missing of ``keys``."""
 
     async def finish(self, session_id: str, success: Sequence[bool]) -> None:
-        """Report which granted blocks were written."""
+        """Tell which granted blocks were written."""
+
+    async def report(
+        self, keys: Sequence[int], locations: Sequence[Location], kinds: Sequence[ReportKind]
+    ) -> int:
+        """Tell which hits could not be read; how many reports had their effect."""
 
 
 class BlockStore(Protocol):
@@ -94,6 +101,7 @@ class Engine:
         self._clock = clock
         self._stopping = stopping
         self._acknowledged = acknowledged
+        self._reports = True
 
     async def serve(self, keys: Sequence[int]) -> None:
         """One request: lookup, read and verify, write the rest, finish.
@@ -109,9 +117,11 @@ class Engine:
         counters.blocks_asked += len(keys)
         try:
             found = await self._timed(counters.lookup, lambda: self._manager.lookup(keys))
-            usable = self._read(keys, found) if self._settings.verify else len(found)
+            faulty = self._read(keys, found) if self._settings.verify else {}
+            usable = len(found) - len(faulty)
             counters.blocks_hit += usable
             counters.hit_shares += usable / len(keys)
+            await self._report(keys, found, faulty)
             if len(found) < len(keys):
                 await self._write(keys, len(found))
         except GaveUp:
@@ -122,39 +132,55 @@ class Engine:
             count(counters.errors, type(error).__name__)
             counters.note(f"request given up: {error}")
 
-    def _read(self, keys: Sequence[int], found: Sequence[Location]) -> int:
-        """Read all specs of the hits and compare; returns how many blocks are whole and right."""
-        good = 0
+    def _read(self, keys: Sequence[int], found: Sequence[Location]) -> dict[int, ReportKind]:
+        """Read all specs of the hits and compare; what is the matter with those that fail."""
+        faulty: dict[int, ReportKind] = {}
         begun = self._clock.monotonic()
         for batch in self._batches(len(found)):
             names = [(i, spec) for i in batch for spec in self._settings.spec_names]
             answers = self._store.get_many([(found[i].get(spec, ""), None) for i, spec in names])
-            bad: set[int] = set()
             for (i, spec), data in zip(names, answers, strict=True):
-                if i not in bad and not self._is_right(keys[i], spec, found[i], data):
-                    bad.add(i)
-            good += len(batch) - len(bad)
+                fault = self._fault(keys[i], spec, found[i], data) if i not in faulty else None
+                if fault is not None:
+                    faulty[i] = fault
         if found:
             self.counters.read.add(self._clock.monotonic() - begun)
-        return good
+        return faulty
 
-    def _is_right(
+    def _fault(
         self, key: int, spec: str, location: Location, data: bytes | KvcmError | None
-    ) -> bool:
+    ) -> ReportKind | None:
         """Counts what is wrong; called for a block's specs up to the first bad one."""
         counters = self.counters
         uri = location.get(spec, "(no such spec)")
         if not isinstance(data, bytes):
             counters.blocks_lost += 1
             counters.note(f"lost: block {key} {spec} at {uri}: {data}")
-            return False
+            return report_kind(data) if data is not None else ReportKind.MISSING
         counters.bytes_read += len(data)
         fault = self._content.fault(key, spec, self._settings.block_bytes, data)
         if fault is not None:
             counters.blocks_wrong += 1
             counters.note(f"WRONG BYTES: block {key} {spec} at {uri}: {fault}")
-            return False
-        return True
+            return ReportKind.CORRUPT
+        return None
+
+    async def _report(
+        self, keys: Sequence[int], found: Sequence[Location], faulty: Mapping[int, ReportKind]
+    ) -> None:
+        """So that the next one does not meet the same; an engine does not depend on it."""
+        if not faulty or not self._reports:
+            return
+        try:
+            self.counters.blocks_reported += await self._manager.report(
+                [keys[i] for i in faulty], [found[i] for i in faulty], list(faulty.values())
+            )
+        except Unsupported:
+            # A manager of another make: the call is an addition of ours.
+            self._reports = False
+        except KvcmError as error:
+            count(self.counters.errors, type(error).__name__)
+            self.counters.note(f"report failed: {error}")
 
     async def _write(self, keys: Sequence[int], hits: int) -> None:
         counters = self.counters

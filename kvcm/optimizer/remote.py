@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcm.client import AsyncClient
-from kvcm.core.types import QueryType
+from kvcm.core.types import QueryType, ReportKind
 from kvcm.optimizer.engine import Grant, Location
 
 
@@ -39,7 +39,14 @@ class RemoteManager:
         return Grant(grant.session_id, grant.granted, locations, grant.reason)
 
     async def finish(self, session_id: str, success: Sequence[bool]) -> None:
-        """Report what was written."""
+        """Tell what was written."""
         await self._client.finish_write_cache(
             self._instance, session_id, list(success) if success else None
         )
+
+    async def report(
+        self, keys: Sequence[int], locations: Sequence[Location], kinds: Sequence[ReportKind]
+    ) -> int:
+        """Tell what could not be read."""
+        answer = await self._client.report_cache_error(self._instance, keys, locations, kinds)
+        return answer.accepted

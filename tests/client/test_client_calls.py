@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
-from kvcm.client.errors import application_error
+from kvcm.client.errors import application_error, report_kind
 from kvcm.client.types import Location
 from kvcm.core.errors import (
     CapacityReached,
@@ -25,7 +25,14 @@ from kvcm.core.errors import (
     VersionConflict,
 )
 from kvcm.core.mask import BlockMask
-from kvcm.core.types import ModelDeployment, QueryType, StorageType, TrimStrategy
+from kvcm.core.types import (
+    ModelDeployment,
+    QueryType,
+    ReportKind,
+    ReportOutcome,
+    StorageType,
+    TrimStrategy,
+)
 from tests.client.conftest import Driver
 from tests.client.stand_in import StandIn
 
@@ -225,6 +232,37 @@ async def test_finish_remove_and_trim_send_what_was_asked(manager: StandIn, driv
     )
     (trim,) = manager.asked("TrimCache")
     assert (trim.strategy, trim.begin_timestamp, trim.end_timestamp) == (3, 5, 9)
+
+
+async def test_a_report_sends_locations_as_they_were_answered(
+    manager: StandIn, driver: Driver
+) -> None:
+    manager.answers("GetCacheLocation", locations=[LOCATION, PLACEHOLDER])
+    manager.answers("ReportCacheError", outcomes=[1, 0, 3, 77], accepted=1)
+    found = await driver.call("get_cache_location", "i1", [1, 2], query=QueryType.BATCH_GET)
+    said = [*found.locations, {"tp1": "file://nfs_01/b?size=4"}, {}]
+    kinds = [ReportKind.MISSING, ReportKind.MISSING, ReportKind.CORRUPT, ReportKind.UNREACHABLE]
+    report = await driver.call("report_cache_error", "i1", [1, 2, 3, 4], said, kinds)
+    (request,) = manager.asked("ReportCacheError")
+    assert list(request.block_keys) == [1, 2, 3, 4]
+    assert [{s.name: s.uri for s in x.location_specs} for x in request.locations] == [
+        {"tp0": "file://nfs_01/a?size=4", "tp1": "file://nfs_01/b?size=4"},
+        {"tp0": "", "tp1": ""},
+        {"tp1": "file://nfs_01/b?size=4"},
+        {},
+    ]
+    assert list(request.kinds) == [1, 1, 2, 3]
+    outcome = ReportOutcome
+    assert report.outcomes == (outcome.ACCEPTED, outcome.NOTHING, outcome.NOT_VERIFIED, 77)
+    assert (report.accepted, report.count(outcome.NOT_VERIFIED)) == (1, 1)
+    await driver.call("report_cache_error", "i1", [1], found.locations[:1], ReportKind.CORRUPT)
+    assert list(manager.asked("ReportCacheError")[1].kinds) == [2]
+
+
+def test_what_an_sdk_answers_tells_how_to_report_it() -> None:
+    assert report_kind(StorageError("gone", reason="MISSING")) is ReportKind.MISSING
+    assert report_kind(StorageError("short", reason="TRUNCATED")) is ReportKind.MISSING
+    assert report_kind(StorageError("input/output error")) is ReportKind.UNREACHABLE
 
 
 @pytest.mark.parametrize(

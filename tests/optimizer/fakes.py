@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcm.core.errors import CapacityReached, KvcmError, StorageError
+from kvcm.core.types import ReportKind
 from kvcm.optimizer.engine import Grant, Location
 
 
@@ -18,6 +19,8 @@ class DictManager:
         self.open: dict[str, list[int]] = {}
         self.fail_next: list[KvcmError] = []
         self.finished: list[tuple[str, list[bool]]] = []
+        self.reported: list[tuple[int, ReportKind]] = []
+        self.report_error: KvcmError | None = None
 
     def _maybe_fail(self) -> None:
         if self.fail_next:
@@ -54,9 +57,18 @@ class DictManager:
         self.finished.append((session_id, list(success)))
         self.serving.update(key for key, ok in zip(keys, success, strict=True) if ok)
 
+    async def report(
+        self, keys: Sequence[int], locations: Sequence[Location], kinds: Sequence[ReportKind]
+    ) -> int:
+        if self.report_error is not None:
+            raise self.report_error
+        assert [self.location(key) for key in keys] == list(locations)
+        self.reported += zip(keys, kinds, strict=True)
+        return len(keys)
+
 
 class DictStore:
-    """Blocks by URI; ``refuse`` names URIs that cannot be written."""
+    """Blocks by URI; ``refuse`` names URIs that cannot be reached."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, bytes] = {}
@@ -72,6 +84,9 @@ class DictStore:
         return None
 
     def get_many(self, items: Sequence[tuple[str, None]]) -> Sequence[bytes | KvcmError | None]:
-        return [
-            self.blocks.get(uri) or StorageError("no file", reason="MISSING") for uri, _ in items
-        ]
+        return [self._get(uri) for uri, _ in items]
+
+    def _get(self, uri: str) -> bytes | KvcmError:
+        if uri in self.refuse:
+            return StorageError("input/output error")
+        return self.blocks.get(uri) or StorageError("no file", reason="MISSING")

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.core.errors import InstanceNotExist, NotLeader, SessionNotExist, Unavailable
+from kvcm.core.errors import (
+    InstanceNotExist,
+    NotLeader,
+    SessionNotExist,
+    Unavailable,
+    Unsupported,
+)
+from kvcm.core.types import ReportKind
 from kvcm.optimizer.content import BlockContent
 from kvcm.optimizer.counters import Counters
 from kvcm.optimizer.engine import Engine, EngineSettings, GaveUp
@@ -105,6 +112,37 @@ async def test_missing_bytes_are_a_miss_not_a_fault():
     await bench.engine.serve([1, 2])
     counts = bench.counts
     assert (counts.blocks_lost, counts.blocks_wrong, counts.blocks_hit) == (1, 0, 1)
+
+
+async def test_what_cannot_be_read_is_reported_block_by_block_with_its_kind():
+    bench = Bench(specs=("tp0", "tp1"))
+    await bench.engine.serve([1, 2, 3, 4, 5])
+    del bench.store.blocks["file://s/2_tp1?size=64"]
+    bench.store.blocks["file://s/3_tp0?size=64"] = bytes(64)
+    bench.store.refuse.add("file://s/5_tp0?size=64")
+    await bench.engine.serve([1, 2, 3, 4, 5])
+    assert bench.manager.reported == [
+        (2, ReportKind.MISSING),
+        (3, ReportKind.CORRUPT),
+        (5, ReportKind.UNREACHABLE),
+    ]
+    assert (bench.counts.blocks_hit, bench.counts.blocks_reported) == (5 - 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "errors"),
+    [(Unavailable("away"), {"Unavailable": 2}), (Unsupported("what is that?"), {})],
+)
+async def test_a_manager_that_takes_no_reports_stops_nothing(error, errors):
+    bench = Bench()
+    await bench.engine.serve([1])
+    bench.store.blocks.clear()
+    bench.manager.report_error = error
+    await bench.engine.serve([1])
+    await bench.engine.serve([1])
+    counts = bench.counts
+    assert (counts.blocks_lost, counts.requests_failed, counts.blocks_reported) == (2, 0, 0)
+    assert counts.errors == errors
 
 
 async def test_without_verifying_nothing_is_read():

@@ -148,6 +148,7 @@ class StandInCache:
         return UsageReport(
             groups={"default": Usage(serving_bytes=7, serving_blocks=1, limit=limit)},
             refused={("default", "QUOTA_GROUP"): 3},
+            error_reports={("missing", "accepted"): 2},
             group_types={("default", "file"): Usage(serving_bytes=7, serving_blocks=1)},
         )
 

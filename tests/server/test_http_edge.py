@@ -304,6 +304,8 @@ async def test_health_usage_and_metrics(running: Running) -> None:
     assert 'kvcm_group_effective_bytes{group="default"}' not in text
     assert 'kvcm_refused_writes_total{group="default",reason="QUOTA_GROUP"} 3.0' in text
     assert usage["refused_writes"] == [{"group": "default", "reason": "QUOTA_GROUP", "count": 3}]
+    assert 'kvcm_error_reports_total{kind="missing",outcome="accepted"} 2.0' in text
+    assert usage["error_reports"] == [{"kind": "missing", "outcome": "accepted", "blocks": 2}]
     assert usage["groups"]["default"]["limit"]["high"] == 8
     running.manager.ready = False
     response = await get(running.url("/readyz"))
