@@ -31,9 +31,9 @@ from kvcm.metaindex.stores.common import Turn
 from kvcm.storage_backends.base import Capability, DataStorageBackend
 
 _log = logging.getLogger(__name__)
-_KEYS_AT_ONCE = 512
+_KEYS_AT_ONCE = 256
 _EXTENTS_AT_ONCE = 128
-_NAMES_AT_ONCE = 4_096
+_PARTS_AT_ONCE = 512
 
 _KINDS = {int(kind): kind for kind in ReportKind if kind is not ReportKind.UNSPECIFIED}
 
@@ -194,7 +194,10 @@ class Reports:
         blocks = blocks[:allowed]
         try:
             async with asyncio.timeout(limits.REPORT_CHECK_S_MAX):
-                gone = await _missing(index, backend, blocks)
+                step = max(1, _PARTS_AT_ONCE // max(1, len(index.spec_bits)))
+                parts = [blocks[at : at + step] for at in range(0, len(blocks), step)]
+                looks = await asyncio.gather(*(_missing(backend, part) for part in parts))
+                gone = [block for found in looks for block in found]
                 # A file system that is no longer mounted has no files either: only a storage that
                 # works is believed that it lost some.
                 works = not gone or (await backend.probe()).available
@@ -230,17 +233,21 @@ class Reports:
         for kind in ReportKind:
             reported.pop((kind, ReportOutcome.NOTHING), None)
         self.counts += reported
-        for kind, blocks in by_kind.items():
-            accepted = [b for b in blocks if outcomes[b.at] is ReportOutcome.ACCEPTED]
-            for storage, members in _by_storage(accepted).items():
-                _log.info(
-                    "instance %s: %d blocks on storage %r are reported %s",
-                    index.uid,
-                    len(members),
-                    storage,
-                    kind.name.lower(),
-                )
-                self._storages.reported(storage, kind, len(members))
+        accepted = Counter(
+            (block.storage, kind)
+            for kind, blocks in by_kind.items()
+            for block in blocks
+            if outcomes[block.at] is ReportOutcome.ACCEPTED
+        )
+        for (storage, kind), count in accepted.items():
+            _log.info(
+                "instance %s: %d blocks on storage %r are reported %s",
+                index.uid,
+                count,
+                storage,
+                kind.name.lower(),
+            )
+            self._storages.reported(storage, kind, count)
 
 
 async def _retire(
@@ -251,9 +258,12 @@ async def _retire(
     Raises:
         NotReady, …: the first error, once all that could be changed are.
     """
+    turn = Turn(index.clock)
     named: dict[bytes, int] = {}
     for block in blocks:
         named[block.extent_id] = named.get(block.extent_id, 0) | 1 << block.position
+        if turn.is_over():
+            await turn.give()
     taken: dict[bytes, int] = {}
 
     def decide(extent: Extent, state: State) -> State | None:
@@ -277,49 +287,39 @@ async def _retire(
         raise error
 
 
-async def _missing(
-    index: InstanceIndex, backend: DataStorageBackend, blocks: Sequence[_Block]
-) -> list[_Block]:
+async def _missing(backend: DataStorageBackend, blocks: Sequence[_Block]) -> list[_Block]:
     """Blocks of which some part is not there, or is cut short.
 
     Raises:
         StorageError, CorruptRecord: it could not be found out.
     """
-    wanted: list[list[Part]] = []
-    turn = Turn(index.clock)
-    for block in blocks:
-        wanted.append(block.places.parts(block.position, block.uris))
-        if turn.is_over():
-            await turn.give()
-    sizes: dict[str, set[int]] = {}
-    for part in (part for parts in wanted for part in parts):
-        sizes.setdefault(part.name, set()).add(part.size)
+    wanted = [block.places.parts(block.position, block.uris) for block in blocks]
+    sizes: dict[str, list[int]] = {}
+    for name, size in sorted({part for parts in wanted for part in parts}):
+        sizes.setdefault(name, []).append(size)
     # An object that is there in full, or not at all, needs no more than these two.
-    ends = [Part(n, size) for n, found in sizes.items() for size in {min(found), max(found)}]
-    there = dict(zip(ends, await _exist(backend, ends), strict=True))
+    ends = [Part(name, size) for name, found in sizes.items() for size in {found[0], found[-1]}]
+    there = await _exist(backend, ends)
     between = [
-        Part(n, size)
-        for n, found in sizes.items()
-        if there[Part(n, min(found))] and not there[Part(n, max(found))]
-        for size in found - {min(found), max(found)}
+        Part(name, size)
+        for name, found in sizes.items()
+        if there[Part(name, found[0])] and not there[Part(name, found[-1])]
+        for size in found[1:-1]
     ]
-    there |= zip(between, await _exist(backend, between), strict=True)
+    there |= await _exist(backend, between)
 
     def is_there(part: Part) -> bool:
-        # What is not known lies between two ends that agree.
-        return there.get(part, there[Part(part.name, min(sizes[part.name]))])
+        # What was not asked for lies between two ends that agree.
+        return there.get(part, there[Part(part.name, sizes[part.name][0])])
 
-    return [
-        block for block, parts in zip(blocks, wanted, strict=True) if not all(map(is_there, parts))
-    ]
+    return [b for b, parts in zip(blocks, wanted, strict=True) if not all(map(is_there, parts))]
 
 
-async def _exist(backend: DataStorageBackend, parts: Sequence[Part]) -> list[bool]:
-    found: list[bool] = []
-    for start in range(0, len(parts), _NAMES_AT_ONCE):
-        some = parts[start : start + _NAMES_AT_ONCE]
-        found += await backend.exists([p.name for p in some], [p.size for p in some])
-    return found
+async def _exist(backend: DataStorageBackend, parts: Sequence[Part]) -> dict[Part, bool]:
+    if not parts:
+        return {}
+    found = await backend.exists([p.name for p in parts], [p.size for p in parts])
+    return dict(zip(parts, found, strict=True))
 
 
 def _kinds(given: Sequence[int], count: int) -> Sequence[ReportKind]:

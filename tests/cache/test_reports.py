@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,21 @@ LIMITED, NOTHING = ReportOutcome.LIMITED, ReportOutcome.NOTHING
 
 KEYS = [11, 12, 13, 14, 15, 16, 17]
 """Three files a spec: slots 0-2, 3-5, 6."""
+
+
+Heard = Counter[tuple[str, ReportKind]]
+
+
+@pytest.fixture
+def heard(harness: Harness) -> Heard:
+    """Blocks that the storages were told of."""
+    heard: Heard = Counter()
+
+    def reported(name: str, kind: ReportKind, blocks: int) -> None:
+        heard[name, kind] += blocks
+
+    harness.backends.reported = reported  # type: ignore[method-assign]
+    return heard
 
 
 def uris(locations: Sequence[Location]) -> list[dict[str, str]]:
@@ -212,7 +228,7 @@ async def _registered_anew(h: Harness) -> None:
 )
 @pytest.mark.parametrize("kind", [MISSING, CORRUPT, UNREACHABLE])
 async def test_a_late_report_never_kills_a_fresh_copy(
-    harness: Harness, renew: Callable[[Harness], Awaitable[None]], kind: ReportKind
+    harness: Harness, heard: Heard, renew: Callable[[Harness], Awaitable[None]], kind: ReportKind
 ) -> None:
     await harness.put(KEYS)
     old = await harness.lookup(KEYS)
@@ -221,7 +237,7 @@ async def test_a_late_report_never_kills_a_fresh_copy(
         unlink(location)
     assert await harness.report(KEYS, uris(old), kind) == [STALE] * 7
     assert await harness.hits(KEYS) == 7
-    assert harness.backends.reports == {}
+    assert heard == {}
 
 
 @pytest.mark.parametrize("kind", list(ReportKind)[1:])
@@ -483,7 +499,9 @@ async def test_a_commit_whose_answer_was_lost_counts_as_done(harness: Harness) -
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-async def test_reports_are_counted_and_storages_hear_of_those_that_hold(harness: Harness) -> None:
+async def test_reports_are_counted_and_storages_hear_of_those_that_hold(
+    harness: Harness, heard: Heard
+) -> None:
     await harness.put(KEYS)
     found = await harness.lookup(KEYS)
     unlink(found[0])
@@ -499,7 +517,7 @@ async def test_reports_are_counted_and_storages_hear_of_those_that_hold(harness:
         ("unreachable", "accepted"): 2,
         ("unreachable", "stale"): 1,
     }
-    assert harness.backends.reports == {
+    assert heard == {
         ("nfs_01", MISSING): 2,
         ("nfs_01", CORRUPT): 1,
         ("nfs_01", UNREACHABLE): 2,
@@ -520,7 +538,7 @@ async def test_thousands_of_keys_take_one_commit_an_extent_and_few_reads(
     commits, reads = h.store.calls[Op.COMMIT], h.store.calls[Op.READ]
     assert await h.report(keys, found) == [ACCEPTED] * 4_400
     assert h.store.calls[Op.COMMIT] - commits <= 10
-    assert h.store.calls[Op.READ] - reads <= 30
+    assert h.store.calls[Op.READ] - reads <= 60
     assert await h.hits(keys) == 0
     await h.check_counters()
     await h.close()
