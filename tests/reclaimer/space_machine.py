@@ -374,7 +374,7 @@ class SpaceMachine:
 
     async def _late_write(self) -> None:
         """A writer whose session expired goes on writing for a while."""
-        late = [s for s in self.open if s.deadline < self.now < s.deadline + 15]
+        late = [s for s in self.open if s.promised < self.now < s.promised + 15]
         if late:
             self.h.fill(self.chance.choice(late).grant)
 

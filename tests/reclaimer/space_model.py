@@ -39,7 +39,9 @@ SUBSETS = {"one": ("tp0",), "two": ("tp1",), "all": ("tp0", "tp1")}
 @dataclass(slots=True, eq=False)
 class Session:
     """A write session: ``blocks`` holds what each granted key may be: ``open``, ``serving``,
-    ``gone``, or ``maybe`` any of them. ``trims``: trims of the instance before it."""
+    ``gone``, or ``maybe`` any of them. ``trims``: trims of the instance before it. ``deadline``:
+    when the manager ends it, which a restart puts off; ``promised``: until when its writer writes.
+    """
 
     grant: Grant
     uid: str
@@ -50,6 +52,10 @@ class Session:
     blocks: dict[int, str] = field(default_factory=dict)
     mask: list[bool] | None = None
     finished_ms: int = 0
+    promised: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.promised = self.deadline
 
     def doubt(self) -> None:
         """Something failed: whatever was not gone may be now."""
