@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,16 +193,20 @@ CASES = (
 )
 
 
+_TIME = "%Y-%m-%d %H:%M UTC"
+_ONE_MEASUREMENT = timedelta(hours=12)
+
+
 def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, folder: Path) -> Path:
     """Write one result file and return its path.
 
-    Rows that the same day's file has for other extents stay, so that a long measurement can be done
-    in parts.
+    Rows that a result of the last hours has for other extents stay, so that a long measurement can
+    be done in parts.
     """
     now = datetime.now(UTC)
     path = folder / f"{now:%Y-%m-%d}-{case}.json"
-    if path.exists():
-        before = json.loads(path.read_text())
+    before = newest(case, folder)
+    if before is not None and now - _time_of(before) < _ONE_MEASUREMENT:
         measured = {row.get("extent") for row in rows}
         kept = [row for row in before["rows"] if row.get("extent") not in measured]
         if kept:
@@ -210,7 +214,7 @@ def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, fol
             rows = sorted(kept + rows, key=lambda row: -row["extent"])
     document = {
         "case": case,
-        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+        "date": now.strftime(_TIME),
         "command": command,
         "options": asdict(options),
         "machine": machine.describe(),
@@ -219,6 +223,10 @@ def write(case: str, rows: list[dict[str, Any]], command: str, options: Any, fol
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def _time_of(document: dict[str, Any]) -> datetime:
+    return datetime.strptime(document["date"], _TIME).replace(tzinfo=UTC)
 
 
 def newest(case: str, folder: Path = RESULTS) -> dict[str, Any] | None:
