@@ -121,8 +121,8 @@ class Engine:
             usable = len(found) - len(faulty)
             counters.blocks_hit += usable
             counters.hit_shares += usable / len(keys)
-            await self._report(keys, found, faulty)
-            if len(found) < len(keys):
+            taken_out = await self._report(keys, found, faulty)
+            if len(found) < len(keys) or taken_out:
                 await self._write(keys, len(found))
         except GaveUp:
             counters.requests_failed += 1
@@ -167,12 +167,13 @@ class Engine:
 
     async def _report(
         self, keys: Sequence[int], found: Sequence[Location], faulty: Mapping[int, ReportKind]
-    ) -> None:
-        """So that the next one does not meet the same; an engine does not depend on it."""
+    ) -> bool:
+        """So that the next one does not meet the same; whether any report had its effect."""
         if not faulty or not self._reports:
-            return
+            return False
+        accepted = 0
         try:
-            self.counters.blocks_reported += await self._manager.report(
+            accepted = await self._manager.report(
                 [keys[i] for i in faulty], [found[i] for i in faulty], list(faulty.values())
             )
         except Unsupported:
@@ -181,6 +182,8 @@ class Engine:
         except KvcmError as error:
             count(self.counters.errors, type(error).__name__)
             self.counters.note(f"report failed: {error}")
+        self.counters.blocks_reported += accepted
+        return accepted > 0
 
     async def _write(self, keys: Sequence[int], hits: int) -> None:
         counters = self.counters

@@ -19,7 +19,17 @@ from kvcm.metaindex.stores.valkey import ValkeyStore
 from kvcm.storage_backends.base import Capability, DataStorageBackend, ProbeResult
 from kvcm.testing.faults import Fault, Op, no_faults, script
 from kvcm.testing.servers_valkey import valkey_server
-from tests.cache.harness import GRACE_S, SLOT, Grant, Harness, Location, file_of, payload, read_slot
+from tests.cache.harness import (
+    GRACE_S,
+    SLOT,
+    Grant,
+    Harness,
+    Location,
+    file_of,
+    group,
+    payload,
+    read_slot,
+)
 
 MISSING, CORRUPT, UNREACHABLE = ReportKind.MISSING, ReportKind.CORRUPT, ReportKind.UNREACHABLE
 ACCEPTED, STALE = ReportOutcome.ACCEPTED, ReportOutcome.STALE
@@ -465,6 +475,35 @@ async def test_a_report_beside_an_eviction_frees_everything_once(
     again = await h.put(KEYS)
     assert await h.hits(KEYS) == 7
     assert set(again.granted) <= set(KEYS)
+    await h.drain()
+    await h.check_rest()
+    await h.close()
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 4))
+async def test_a_report_beside_the_evicting_loop_leaves_exact_counters(
+    tmp_path: Path, turns: int
+) -> None:
+    size = 2 * SLOT
+    full = group(capacity=100 * size, percentage=0.9, low=0.2)
+    h = await Harness(root=tmp_path, groups=[full], turns=2).open()
+    await h.register()
+    keys = list(range(98))
+    for first in range(0, 98, 7):
+        await h.put(keys[first : first + 7])
+    found = [x for f in range(0, 98, 7) for x in await h.lookup(keys[f : f + 7])]
+    for location in found:
+        unlink(location)
+
+    async def evict() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await h.rounds(3)
+
+    outcomes, _ = await asyncio.gather(h.report(keys, uris(found)), evict())
+    assert set(outcomes) <= {ACCEPTED, STALE}
+    assert [await h.hits([key]) for key in keys] == [0] * 98
+    await h.check_counters()
     await h.drain()
     await h.check_rest()
     await h.close()

@@ -27,9 +27,15 @@ def write_bootstrap(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalManager]:
+def manager_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of the manager lies; its blocks in ``blocks``."""
+    return tmp_path_factory.mktemp("manager")
+
+
+@pytest.fixture(scope="module")
+def manager(manager_folder: Path) -> Iterator[LocalManager]:
     """A manager on an empty folder."""
-    folder = tmp_path_factory.mktemp("manager")
+    folder = manager_folder
     data_dir = folder / "data"
     data_dir.mkdir()
     bootstrap = write_bootstrap(folder)

@@ -54,3 +54,21 @@ def test_a_slice_of_a_real_trace(manager, name):
     report = replay(trace, "-t", manager.target, "--limit", "200", "--block-bytes", "256")
     assert report["requests"] == 200
     assert_at_the_ceiling(report)
+
+
+def test_blocks_whose_files_are_deleted_are_lost_once(tmp_path, manager_folder, target):
+    trace = tmp_path / "sample.jsonl"
+    with trace.open("wb") as file:
+        write_rows(file, generate(WorkloadKind.MIXED, 60, 3), block_size=TRACE_BLOCK_TOKENS)
+    instance = f"lossy-{target.partition(':')[0]}"
+    options = (trace, "-t", target, "--block-bytes", "300", "--instance", instance)
+    asked = replay(*options)["blocks"]["asked"]
+    # Every third file that there is, whoever's it is.
+    files = [p for p in (manager_folder / "blocks").rglob("*_tp0_*") if p.is_file()]
+    for path in sorted(files)[::3]:
+        path.unlink()
+    second = replay(*options)["blocks"]
+    assert second["lost"] == second["reported"] > 0
+    assert (second["wrong"], second["failed"], second["refused"]) == (0, 0, 0)
+    third = replay(*options)["blocks"]
+    assert (third["lost"], third["hit"]) == (0, asked)

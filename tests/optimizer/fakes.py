@@ -10,7 +10,7 @@ from kvcm.optimizer.engine import Grant, Location
 
 
 class DictManager:
-    """Serves one instance; ``capacity`` bounds its blocks."""
+    """Serves one instance; ``capacity`` bounds its blocks. ``forgets``: what is reported."""
 
     def __init__(self, specs: Sequence[str] = ("tp0",), capacity: int = 10**9) -> None:
         self.specs = tuple(specs)
@@ -21,6 +21,7 @@ class DictManager:
         self.finished: list[tuple[str, list[bool]]] = []
         self.reported: list[tuple[int, ReportKind]] = []
         self.report_error: KvcmError | None = None
+        self.forgets = False
 
     def _maybe_fail(self) -> None:
         if self.fail_next:
@@ -64,6 +65,8 @@ class DictManager:
             raise self.report_error
         assert [self.location(key) for key in keys] == list(locations)
         self.reported += zip(keys, kinds, strict=True)
+        if self.forgets:
+            self.serving.difference_update(keys)
         return len(keys)
 
 

@@ -129,6 +129,17 @@ async def test_what_cannot_be_read_is_reported_block_by_block_with_its_kind():
     assert (bench.counts.blocks_hit, bench.counts.blocks_reported) == (5 - 3, 3)
 
 
+async def test_what_a_report_took_out_is_written_again_at_once():
+    bench = Bench()
+    await bench.engine.serve([1, 2, 3])
+    del bench.store.blocks["file://s/2_tp0?size=64"]
+    bench.manager.forgets = True
+    await bench.engine.serve([1, 2, 3])
+    assert bench.acked == [1, 2, 3, 2]
+    await bench.engine.serve([1, 2, 3])
+    assert (bench.counts.blocks_lost, bench.counts.blocks_hit) == (1, 2 + 3)
+
+
 @pytest.mark.parametrize(
     ("error", "errors"),
     [(Unavailable("away"), {"Unavailable": 2}), (Unsupported("what is that?"), {})],
