@@ -37,7 +37,7 @@ from kvcm.core.errors import (
     StaleFence,
 )
 from kvcm.core.mask import BlockMask
-from kvcm.core.types import QueryType, TrimStrategy
+from kvcm.core.types import QueryType, ReportKind, ReportOutcome, TrimStrategy
 from kvcm.metaindex.store import KVStore
 from kvcm.testing.faults import Crash, Fault, Op, at_random, no_faults, script
 from tests.cache.harness import (
@@ -547,6 +547,42 @@ class Service(RuleBasedStateMachine):
         if done:
             for session in self.live(name):
                 self.retire([b for b in session.blocks if b.key in named])
+
+    @rule(
+        data=st.data(),
+        name=NAMES,
+        kind=st.sampled_from([ReportKind.CORRUPT, ReportKind.MISSING, ReportKind.UNREACHABLE]),
+    )
+    def report(self, data: st.DataObject, name: str, kind: ReportKind) -> None:
+        """ReportCacheError about any blocks there ever were, of whatever instance."""
+        self.settle_model()
+        granted = [b for s in self.sessions for b in s.blocks]
+        if name not in self.uids or not granted:
+            return
+        # The look takes a thread; what goes on beside it would meet other faults every time.
+        self.run(self.h.manager._writes.settled())
+        said = [granted[i] for i in data.draw(st.lists(st.integers(0, len(granted) - 1)))]
+        keys, corrupt = [b.key for b in said], kind is ReportKind.CORRUPT
+        outcomes = self.guarded(
+            self.h.report(keys, [b.location.uris for b in said], kind, instance_id=name),
+            maybe=self.live(name) if corrupt else [],
+            keys=set(keys),
+        )
+        if outcomes is None:
+            return
+        mine = {id(b) for s in self.live(name) for b in s.blocks}
+        # Every byte is where it was written.
+        held = ReportOutcome.NOT_VERIFIED if kind is ReportKind.MISSING else ReportOutcome.ACCEPTED
+        for block, outcome in zip(said, outcomes, strict=True):
+            if outcome is held:
+                assert id(block) in mine
+                assert block.state in ("serving", "maybe"), f"{block.key} is {block.state}"
+            else:
+                assert outcome is ReportOutcome.STALE
+                served = id(block) in mine and block.state == "serving"
+                assert not served or self.evicting, f"{block.key} is served"
+        if corrupt:
+            self.retire([b for b, o in zip(said, outcomes, strict=True) if o is held])
 
     @rule(
         name=NAMES,
