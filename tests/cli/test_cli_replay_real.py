@@ -56,12 +56,11 @@ def test_a_slice_of_a_real_trace(manager, name):
     assert_at_the_ceiling(report)
 
 
-def test_blocks_whose_files_are_deleted_are_lost_once(tmp_path, manager_folder, target):
+def test_blocks_whose_files_are_deleted_are_lost_once(tmp_path, manager_folder, manager):
     trace = tmp_path / "sample.jsonl"
     with trace.open("wb") as file:
-        write_rows(file, generate(WorkloadKind.MIXED, 60, 3), block_size=TRACE_BLOCK_TOKENS)
-    instance = f"lossy-{target.partition(':')[0]}"
-    options = (trace, "-t", target, "--block-bytes", "300", "--instance", instance)
+        write_rows(file, generate(WorkloadKind.MIXED, 30, 3), block_size=TRACE_BLOCK_TOKENS)
+    options = (trace, "-t", manager.target, "--block-bytes", "300", "--instance", "lossy")
     asked = replay(*options)["blocks"]["asked"]
     # Every third file that there is, whoever's it is.
     files = [p for p in (manager_folder / "blocks").rglob("*_tp0_*") if p.is_file()]
