@@ -39,7 +39,7 @@ serve: install ## keep a manager running (ARGS="--help" lists its flags)
 
 .PHONY: test
 test: install ## run every test (but soak)
-	@$(BIN)/pytest -n 2 -q $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -q $(ARGS)
 
 .PHONY: lint
 lint: install ## ruff: rules and formatting

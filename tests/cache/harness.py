@@ -85,6 +85,8 @@ from kvcm.testing.faults import FaultyStore, no_faults
 GRACE_S = 10.0
 UNLIMITED = 1 << 50
 SLOT = 64
+REGISTRY = "registry.db"
+_empty_registry: list[bytes] = []
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,19 @@ def parse_body(body: bytes, form: WireForm, kind: Any) -> Any:
     return message
 
 
+async def place_registry(path: Path) -> None:
+    """Puts an empty registry where none is: making its tables is half the work of a harness."""
+    if path.exists():
+        return
+    if not _empty_registry:
+        with tempfile.TemporaryDirectory(prefix="kvcm-cache-test-") as folder:
+            made = Registry(f"sqlite:///{folder}/{REGISTRY}", SimClock())
+            await made.open()
+            await made.close()
+            _empty_registry.append((Path(folder) / REGISTRY).read_bytes())
+    path.write_bytes(_empty_registry[0])
+
+
 class Harness:
     """One manager over things that outlive it.
 
@@ -273,7 +288,7 @@ class Harness:
             else RocksStore(self.root / "index", sync=False, cache_bytes=8 << 20)
         )
         self.store = FaultyStore(self.inner, turns=turns)
-        self.registry = Registry(f"sqlite:///{self.root}/registry.db", self.clock)
+        self.registry = Registry(f"sqlite:///{self.root / REGISTRY}", self.clock)
         self.backends: BackendSet
         self.manager: Manager
 
@@ -281,6 +296,7 @@ class Harness:
 
     async def open(self) -> Harness:
         """Start everything; the manager is loaded."""
+        await place_registry(self.root / REGISTRY)
         await self.registry.open()
         await self.registry.bootstrap(self.storages, self.groups)
         await self.store.open()
