@@ -70,6 +70,11 @@ STORAGE_JOBS_MAX = 1_024
 """Blocking jobs that wait for those threads; a hung mount refuses the next ones."""
 NAMES_PER_JOB_MAX = 256
 """Names that one such job deletes, checks or creates."""
+MOONCAKE_CALL_S_MAX = 30.0
+"""A call of Mooncake's SDK that takes longer ends its process."""
+MOONCAKE_BATCH_KEYS_MAX = 512
+MOONCAKE_BATCH_BYTES_MAX = 64 << 20
+"""What one call of its SDK moves: its queue to a peer refuses more than some thousand transfers."""
 COPY_COMMIT_BYTES_MAX = 1 << 20
 """Keys and values in one commit of `kvcm index copy`."""
 COPY_COMMIT_RECORDS_MAX = 256

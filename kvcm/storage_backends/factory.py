@@ -6,6 +6,7 @@ from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import Unsupported
 from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
+from kvcm.storage_backends.mooncake import MooncakeBackend
 from kvcm.storage_backends.posix import PosixBackend, root_of
 
 _POSIX = (StorageType.NFS, StorageType.HF3FS)
@@ -18,6 +19,8 @@ def build_backend(config: StorageConfig, clock: Clock) -> DataStorageBackend:
         Unsupported: a type that is not built in; the message names it.
         InvalidArgument: the config is wrong; the message names the field.
     """
+    if config.type is StorageType.MOONCAKE:
+        return MooncakeBackend(config, clock)
     if config.type not in _POSIX:
         name = STORAGE_TYPE_NAMES.get(config.type, "unspecified")
         raise Unsupported(

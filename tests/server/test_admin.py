@@ -179,7 +179,7 @@ async def test_unknown_storages_are_named(admin: Admin, method: str) -> None:
 async def test_a_storage_that_cannot_be_used_is_not_stored(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = [
-        ("UNSUPPORTED", {"global_unique_name": "x", "mooncake": {"protocol": "rdma"}}),
+        ("INVALID_ARGUMENT", {"global_unique_name": "x", "mooncake": {"protocol": "rdma"}}),
         ("UNSUPPORTED", {"global_unique_name": "x", "tair_mem_pool": {}}),
         ("UNSUPPORTED", {"global_unique_name": "x", "local": {}}),
         ("INVALID_ARGUMENT", {"global_unique_name": "x"}),

@@ -327,7 +327,7 @@ cache_config.reclaim_strategy.trigger_strategy.used_percentage = 0.75
         ({"storages": [7]}, "storages[0]"),
         ({"storages": [{"global_unique_name": "x"}]}, "storages[0].storage_spec"),
         ({"storages": [{"nfs": {"rot_path": "/"}}]}, "'rot_path'; did you mean root_path?"),
-        ({"storages": [{"global_unique_name": "x", "mooncake": {}}]}, "not built in"),
+        ({"storages": [{"global_unique_name": "x", "tair_mem_pool": {}}]}, "not built in"),
         (
             {"instance_groups": [{"quota": {"capacity": "many"}}]},
             "instance_groups[0].quota.capacity",

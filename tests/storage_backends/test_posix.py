@@ -501,7 +501,6 @@ async def test_a_cancelled_job_that_has_not_begun_never_runs() -> None:
 def test_the_factory_knows_the_types_it_does_not_build(make_backend: Make) -> None:
     for kind in (
         StorageType.UNSPECIFIED,
-        StorageType.MOONCAKE,
         StorageType.TAIRMEMPOOL,
         StorageType.VCNS_HF3FS,
     ):

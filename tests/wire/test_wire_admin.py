@@ -80,7 +80,6 @@ def test_adding_a_storage_again_is_a_duplicate_and_changes_nothing(wire, server,
 
 
 NOT_BUILT_IN = {
-    "mooncake": {"local_hostname": "h", "master_service_entry": "m"},
     "tair_mem_pool": {"domain": "d", "timeout": 5},
     "vcnsthreefs": {"mountpoint": "/mnt", "remote_host": "h", "remote_port": 1},
     "local": {},
@@ -134,6 +133,7 @@ BAD_STORAGES = [
     ({"nfs": {"root_path": "/a", "key_count_per_file": -1}}, "key_count_per_file"),
     ({"nfs": {"root_path": "/a", "key_count_per_file": 4097}}, "key_count_per_file"),
     ({"threefs": {"root_dir": "r"}}, "mountpoint"),
+    ({"mooncake": {"master_service_entry": "m"}}, "master_service_entry"),
     ({"threefs": {"mountpoint": "/m", "root_dir": "../.."}}, "root_dir"),
 ]
 
