@@ -224,7 +224,11 @@ class MooncakeSdk:
         if left is None:
             link.lock.acquire()
         try:
-            return move(link, link.connected(), batch)
+            codes = move(link, link.connected(), batch)
+            if all(code in mooncake.NO_MASTER for code in codes):
+                # The master may have been started anew; nothing was done, so once more is safe.
+                codes = move(link, link.connected(), batch)
+            return codes
         except StorageError as error:
             return [error] * len(batch)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, TypeAlias
@@ -20,6 +21,7 @@ import msgspec
 from kvcm.core import mooncake
 
 PROBE_BYTES = 256
+_GREET_S = 3.0
 Answer: TypeAlias = "tuple[str | None, Any]"
 
 
@@ -97,6 +99,7 @@ class Worker:
         except ImportError as error:
             raise Failed(f"{mooncake.INSTALL_HINT}: {error}") from error
         spec, store = self._spec, MooncakeDistributedStore()
+        self._greet()
         code = store.setup(
             spec.local_hostname,
             spec.metadata_connstring,
@@ -110,6 +113,15 @@ class Worker:
             raise Failed(f"cannot connect (code {code})")
         store.register_buffer(ctypes.addressof(self._memory), len(self._memory))
         self._store = store
+
+    def _greet(self) -> None:
+        """Whether anybody listens there: the SDK takes seconds to find out that nobody does."""
+        if (address := self._spec.master_address) is None:
+            return
+        try:
+            socket.create_connection(address, timeout=_GREET_S).close()
+        except OSError as error:
+            raise Failed(f"does not answer: {error}") from error
 
     def _check(self, what: str, codes: Sequence[int]) -> None:
         self._disconnect_if_lost(codes)
