@@ -251,14 +251,15 @@ class ValkeyCluster:
         return name
 
     def holder(self, slot: int) -> ValkeyServer:
-        """The server that has a slot."""
-        for first, last, (_, port, *_), *_ in self._any().call("CLUSTER", "SLOTS"):
-            if first <= slot <= last:
-                return next(s for s in self.servers if s.port == port)
-        raise AssertionError(f"nobody has slot {slot}")
+        """The server that has a slot, once all that run say the same: word of a move gets about,
+        and what was sent before it may arrive after it."""
 
-    def _any(self) -> ValkeyServer:
-        return next(server for server in self.servers if server.pid)
+        def agreed() -> int | None:
+            ports = {_port_of(slot, server) for server in self.servers if server.pid}
+            return ports.pop() if len(ports) == 1 else None
+
+        port = eventually_sync(agreed, timeout=_START_S, message=f"all agree who has slot {slot}")
+        return next(s for s in self.servers if s.port == port)
 
     def begin_move(self, slot: int, to: ValkeyServer) -> ValkeyServer:
         """Announce that a slot moves; returns where it moves from."""
@@ -305,6 +306,14 @@ def valkey_cluster(count: int = 3, *options: str) -> Iterator[ValkeyCluster]:
         yield cluster
     finally:
         cluster.remove()
+
+
+def _port_of(slot: int, asked: ValkeyServer) -> int | None:
+    """Who has a slot, as one server sees it."""
+    for first, last, (_, port, *_), *_ in asked.call("CLUSTER", "SLOTS"):
+        if first <= slot <= last:
+            return int(port)
+    return None
 
 
 def slot_of(tag: bytes) -> int:
