@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvcm.metaindex.entry import Entry, children_of, with_ancestors
 from kvcm.metaindex.ledger import ZERO
 from kvcm.metaindex.order import EvictionOrder
-from kvcm.metaindex.records import Phase, Run
+from kvcm.metaindex.records import Phase, Run, Use
 
 __all__ = ["Book", "Entry"]
 
@@ -26,7 +26,8 @@ class Book:
 
     ``over`` are the retired and aborted ones, kept for repeated finishes; ``dirty`` those whose
     stamp is not stored yet; ``unlinked`` those that were read from the store and whose parents, by
-    their runs, and followers are still to be found. What is unlinked is not evicted.
+    their runs, and followers are still to be found. What is unlinked is not evicted. ``learned``
+    are parents that only requests showed, by extent id; they are stored beside the stamp.
     """
 
     def __init__(self, order: EvictionOrder) -> None:
@@ -36,6 +37,7 @@ class Book:
         self.over: dict[bytes, Entry] = {}
         self.open_count = 0
         self.unlinked: dict[Entry, tuple[Sequence[Run], Sequence[bytes]]] = {}
+        self.learned: dict[Entry, tuple[bytes, ...]] = {}
         self._deadlines: list[tuple[float, bytes]] = []
 
     def add(self, entry: Entry, parents: Iterable[Entry] = ()) -> None:
@@ -46,12 +48,18 @@ class Book:
             self.order.add(entry)
 
     def add_unlinked(
-        self, entry: Entry, runs: Sequence[Run], followers: Sequence[bytes] = ()
+        self,
+        entry: Entry,
+        runs: Sequence[Run],
+        followers: Sequence[bytes] = (),
+        learned: tuple[bytes, ...] = (),
     ) -> None:
         """Add or replace an entry that was read from the store; its links are found later."""
         self._enter(entry)
         if entry.alive:
             self.unlinked[entry] = runs, followers
+            if learned:
+                self.learned[entry] = learned
 
     def _enter(self, entry: Entry, parents: Iterable[Entry] = ()) -> None:
         self.forget(entry.extent_id)
@@ -87,6 +95,10 @@ class Book:
         self.order.link(entry, parents)
         if len(parents) < len(names):
             entry.orphan = True
+        for extent_id in self.learned.get(entry, ()):
+            parent = self.entries.get(extent_id)
+            if parent is not None:
+                self.order.join(entry, parent)
         self.order.age = max(self.order.age, entry.heat)
 
     def follow_up(self, entry: Entry) -> None:
@@ -110,6 +122,7 @@ class Book:
         self._hand_on(entry)
         self.order.leave(entry)
         self.unlinked.pop(entry, None)
+        self.learned.pop(entry, None)
         self.dirty.pop(entry, None)
         self.unpin(entry)
         entry.opened = None
@@ -162,12 +175,23 @@ class Book:
         for entry in entries:
             if last is not None:
                 if entry.orphan:
-                    self.order.join(entry, last)
+                    self._learn(entry, last)
                 if last not in entry.parents:
                     tips.append(last)
             last = entry
         if last is not None:
             self.touch([*tips, last], stamp_ms, write=write)
+
+    def _learn(self, child: Entry, parent: Entry) -> None:
+        self.order.join(child, parent)
+        if parent in child.parents:
+            known = [e for e in self.learned.get(child, ()) if e in self.entries]
+            self.learned[child] = (*known, parent.extent_id)
+            self._to_store((child,))
+
+    def use_of(self, entry: Entry) -> Use:
+        """What is stored of an entry's use."""
+        return Use(entry.stamp_ms, entry.heat, self.learned.get(entry, ()))
 
     def last_uses(self, entries: Iterable[Entry]) -> dict[Entry, int]:
         """When each entry or anything that builds on it was last used, epoch milliseconds."""

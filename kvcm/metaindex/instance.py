@@ -375,7 +375,7 @@ class InstanceIndex(InstanceLoader):
             entry.stamped = False
             if entry.phase in (Phase.OPEN, Phase.SETTLED):
                 taken.append(entry)
-                value = records.encode_due(entry.stamp_ms, entry.heat)
+                value = records.encode_use(self.book.use_of(entry))
                 groups.setdefault(home_shard(entry.extent_id), []).append(
                     Write(Table.DUE, entry.extent_id, value)
                 )

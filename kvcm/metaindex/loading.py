@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import math
 from dataclasses import replace
 
 from kvcm.core.errors import CorruptRecord
@@ -14,13 +13,13 @@ from kvcm.metaindex.book import Entry
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
 from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.reading import InstanceReader
-from kvcm.metaindex.records import Extent, Phase, Trash
+from kvcm.metaindex.records import Extent, Phase, Trash, Use
 from kvcm.metaindex.store import Table
 from kvcm.metaindex.stores.common import Turn
 
 _SCAN_PAGE = 128
 _LINKS_PER_STEP = 256
-_UNUSED = (0, -math.inf)
+_UNUSED = Use()
 
 
 class InstanceLoader(InstanceReader):
@@ -65,9 +64,9 @@ class InstanceLoader(InstanceReader):
                     await turn.give()
                 if key[EXTENT_ID_BYTES:] == b"\0\0":
                     self._read_header(key[:EXTENT_ID_BYTES], value, headers, counts)
-        uses: dict[bytes, tuple[int, float]] = {}
+        uses: dict[bytes, Use] = {}
         async for page in store.scan(shard, Table.DUE):
-            uses.update((k, records.decode_due(v)) for k, v in page)
+            uses.update((k, records.decode_use(v)) for k, v in page)
         found: set[bytes] = set()
         async for page in store.scan(shard, Table.STATES, page=_SCAN_PAGE):
             for key, value in page:
@@ -113,7 +112,7 @@ class InstanceLoader(InstanceReader):
         headers[extent_id] = replace(header, keys=bytes(8 * count))
         counts[extent_id] = count
 
-    def _load_entry(self, extent: Extent, value: bytes, use: tuple[int, float]) -> bool:
+    def _load_entry(self, extent: Extent, value: bytes, use: Use) -> bool:
         try:
             state = records.decode_state(extent.extent_id, value)
         except CorruptRecord as error:
@@ -128,10 +127,10 @@ class InstanceLoader(InstanceReader):
             self._follow(known, extent, state)
             return True
         entry = Entry(self.uid, extent, state, held_by(extent, state))
-        entry.stamp_ms, entry.heat = max(use[0], state.stamp_ms), use[1]
+        entry.stamp_ms, entry.heat = max(use.stamp_ms, state.stamp_ms), use.heat
         deadline = self.clock.monotonic() + extent.timeout_s
         entry.keep_until = deadline
-        self.book.add_unlinked(entry, extent.runs, extent.followers)
+        self.book.add_unlinked(entry, extent.runs, extent.followers, use.parents)
         if state.phase is Phase.OPEN:
             self.book.expect(entry, deadline)
         elif state.phase is not Phase.SETTLED:

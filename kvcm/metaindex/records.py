@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,7 +28,7 @@ from kvcm.metaindex.store import VERSION_BYTES
 _log = logging.getLogger(__name__)
 _FORMAT = b"\x01"
 _CHUNK_KEY = struct.Struct(">H")
-_DUE = struct.Struct(">BQd")
+_USE = struct.Struct(">BQd")
 _REF = struct.Struct(">12sH")
 _pack = msgspec.msgpack.Encoder().encode
 # Typed, so that whatever stands in a damaged record is refused before anything is made of it.
@@ -355,20 +355,34 @@ def decode_trash(key: bytes, data: bytes) -> Trash:
         raise CorruptRecord(f"trash {key.hex()}: {error}") from error
 
 
-def encode_due(stamp_ms: int, heat: float) -> bytes:
-    """When an extent was last used, and how often (-inf: not counted)."""
-    stamp = stamp_ms.to_bytes(8, "big")
-    return stamp if heat == -math.inf else _DUE.pack(1, stamp_ms, heat)
+class Use(NamedTuple):
+    """What is stored of an extent's use: when it last was, how often (-inf: not counted), and what
+    requests showed that it builds on though its header does not say so, by extent id."""
+
+    stamp_ms: int = 0
+    heat: float = -math.inf
+    parents: tuple[bytes, ...] = ()
 
 
-def decode_due(data: bytes) -> tuple[int, float]:
-    """Inverse of ``encode_due``; what does not parse was never used."""
+def encode_use(use: Use) -> bytes:
+    """Just the stamp where there is no more to say."""
+    if use.heat == -math.inf and not use.parents:
+        return use.stamp_ms.to_bytes(8, "big")
+    return _USE.pack(1, use.stamp_ms, use.heat) + b"".join(use.parents)
+
+
+def decode_use(data: bytes) -> Use:
+    """Inverse of ``encode_use``; what does not parse was never used."""
     if len(data) == 8:
-        return int.from_bytes(data, "big"), -math.inf
-    if len(data) != _DUE.size or data[0] != 1:
-        return 0, -math.inf
-    _, stamp_ms, heat = _DUE.unpack(data)
-    return (stamp_ms, heat) if math.isfinite(heat) else (stamp_ms, -math.inf)
+        return Use(int.from_bytes(data, "big"))
+    rest = len(data) - _USE.size
+    if rest < 0 or rest % EXTENT_ID_BYTES or data[0] != 1:
+        return Use()
+    _, stamp_ms, heat = _USE.unpack_from(data)
+    parents = [
+        data[at : at + EXTENT_ID_BYTES] for at in range(_USE.size, len(data), EXTENT_ID_BYTES)
+    ]
+    return Use(stamp_ms, heat if math.isfinite(heat) else -math.inf, tuple(parents))
 
 
 REF_BYTES = _REF.size

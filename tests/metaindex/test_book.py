@@ -10,7 +10,7 @@ from kvcm.metaindex.book import Book
 from kvcm.metaindex.entry import Entry
 from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.policy import Policy
-from kvcm.metaindex.records import Phase
+from kvcm.metaindex.records import Phase, Run
 from tests.metaindex.test_order import POLICIES, entry
 
 
@@ -98,3 +98,35 @@ def test_what_hands_its_stamp_on_has_it_stored() -> None:
     book.leave(tail, Phase.SETTLED)
     assert head.stamp_ms == 5
     assert list(book.dirty) == [head]
+
+
+def test_a_parent_that_a_request_showed_is_known_after_the_book_is_read_again() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    head, gone, tail = entry(1), entry(2, depth=1), entry(3, depth=2)
+    book.add(head)
+    book.add(gone, (head,))
+    book.add(tail, (gone,))
+    gone.phase = Phase.RETIRED
+    book.leave(gone, Phase.SETTLED)
+    again = entry(4, depth=1)
+    book.add(again, (head,))
+    book.order.coldest(0)
+    assert tail.orphan
+    book.touch_chain([head, again, tail], 5)
+    use = book.use_of(tail)
+    assert use.parents == (again.extent_id,)
+
+    read = Book(EvictionOrder(POLICIES[0]))
+    lost = (Run(0, 2, gone.extent_id, 0),)
+    read.add_unlinked(tail2 := entry(3, at_ms=5, depth=2), lost, (), use.parents)
+    read.add_unlinked(again2 := entry(4, at_ms=1, depth=1), (Run(0, 1, head.extent_id, 0),))
+    read.add_unlinked(head2 := entry(1, at_ms=1), ())
+    for step in (read.link_up, read.follow_up, read.admit):
+        for one in (tail2, again2, head2):
+            step(one)
+    gone_in_order = []
+    while victims := read.order.coldest(1):
+        victims[0].phase = Phase.RETIRED
+        read.leave(victims[0], Phase.SETTLED)
+        gone_in_order += victims
+    assert gone_in_order == [tail2, again2, head2]

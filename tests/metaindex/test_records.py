@@ -9,7 +9,7 @@ import pytest
 
 from kvcm.core.errors import CorruptRecord
 from kvcm.metaindex import records
-from kvcm.metaindex.records import Cause, Extent, Phase, Run, State, Trash
+from kvcm.metaindex.records import Cause, Extent, Phase, Run, State, Trash, Use
 
 EID = bytes(range(12))
 
@@ -94,17 +94,16 @@ def test_a_record_under_another_key_does_not_pass() -> None:
 
 
 @pytest.mark.parametrize("heat", [-math.inf, -3.25, 0.0, 1e6])
-def test_a_use_is_read_as_it_was_written(heat: float) -> None:
-    assert records.decode_due(records.encode_due(1_700_000_000_123, heat)) == (
-        1_700_000_000_123,
-        heat,
-    )
+@pytest.mark.parametrize("parents", [(), (bytes(12),), (b"a" * 12, b"b" * 12)])
+def test_a_use_is_read_as_it_was_written(heat: float, parents: tuple[bytes, ...]) -> None:
+    use = Use(1_700_000_000_123, heat, parents)
+    assert records.decode_use(records.encode_use(use)) == use
 
 
 def test_a_stamp_of_before_uses_were_counted_is_read() -> None:
-    assert records.decode_due((77).to_bytes(8, "big")) == (77, -math.inf)
+    assert records.decode_use((77).to_bytes(8, "big")) == Use(77)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x02" + bytes(16), bytes(9), bytes(18)])
 def test_a_use_that_does_not_parse_was_never(data: bytes) -> None:
-    assert records.decode_due(data) == (0, -math.inf)
+    assert records.decode_use(data) == Use()
