@@ -244,7 +244,7 @@ async def test_a_call_ends_at_its_time_out(manager: StandIn, driver: Driver, met
     begin = time.monotonic()
     with pytest.raises(OutcomeUnknown, match="no reply within"):
         await driver.call(*CALLS[method], timeout=0.2)
-    assert 0.19 <= time.monotonic() - begin < 4.0
+    assert 0.19 <= time.monotonic() - begin < 2.0
 
 
 async def test_the_time_out_of_the_client_holds_for_calls_without_one(
@@ -254,7 +254,7 @@ async def test_the_time_out_of_the_client_holds_for_calls_without_one(
     begin = time.monotonic()
     with pytest.raises(OutcomeUnknown):
         await connect(serve(manager).address, timeout=0.2).call("trim_cache", "i")
-    assert time.monotonic() - begin < 4.0
+    assert time.monotonic() - begin < 2.0
 
 
 async def test_after_a_time_out_the_next_call_begins_with_another_address(
