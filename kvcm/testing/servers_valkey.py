@@ -235,6 +235,10 @@ class ValkeyCluster:
             server.call("CLUSTER", "MEET", "127.0.0.1", port, port + 10_000)
         eventually_sync(self._is_whole, timeout=_START_S)
 
+    def wait_until_whole(self) -> None:
+        """After a server was started again: until all agree that every slot is served."""
+        eventually_sync(self._is_whole, timeout=_START_S, message="the cluster is whole")
+
     def _is_whole(self) -> bool:
         for server in self.servers:
             info = server.call("CLUSTER", "INFO").decode()

@@ -104,6 +104,7 @@ async def test_an_instance_that_cannot_be_loaded_whole_serves_what_can_be_reache
         assert await found(harness, KEYS) == there
 
         cluster.servers[0].start()
+        cluster.wait_until_whole()
         await harness.change_group(lambda g: marked(g, 2.0))
 
         async def is_whole() -> bool:
