@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcm.core import health
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, StorageError
-from kvcm.core.health import Health, HealthState
 from kvcm.core.types import ReportKind, StorageConfig
 from kvcm.registry.view import RegistryView
 from kvcm.storage_backends.base import DataStorageBackend
@@ -28,7 +26,6 @@ class _Slot:
     config: StorageConfig
     backend: DataStorageBackend | None = None
     closed: DataStorageBackend | None = None
-    health: Health = health.UNAVAILABLE
     healthy: bool = False
     detail: str = "not opened yet"
     work: asyncio.Task[None] | None = None
@@ -70,7 +67,7 @@ class BackendSet:
         return slot.closed
 
     def available(self, name: str) -> bool:
-        """Enabled, open, and its probes do not say otherwise (`kvcm.core.health`)."""
+        """Enabled, open, and the last probe succeeded."""
         slot = self._slots.get(name)
         return slot is not None and slot.healthy and slot.config.enabled
 
@@ -130,8 +127,7 @@ class BackendSet:
             self._slots[name] = fresh = _Slot(config)
             opened = self._opened.pop(name, None)
             if opened is not None and _same_place(opened.config, config):
-                fresh.backend = opened
-                self._set_health(fresh, health.AVAILABLE, "")
+                fresh.backend, fresh.healthy, fresh.detail = opened, True, ""
                 continue
             if opened is not None:
                 self._close_later(opened)
@@ -150,8 +146,7 @@ class BackendSet:
             await asyncio.wait(running, timeout=PROBE_TIMEOUT_S)
         for slot in self._slots.values():
             if slot.work is not None and not slot.work.done():
-                detail = f"no answer within {PROBE_TIMEOUT_S} s"
-                self._set_health(slot, health.failed(slot.health, hung=True), detail)
+                self._set_health(slot, False, f"no answer within {PROBE_TIMEOUT_S} s")
 
     async def close(self) -> None:
         """Close all. Idempotent."""
@@ -173,36 +168,25 @@ class BackendSet:
         try:
             if slot.backend is None:
                 slot.backend = await self.try_open(slot.config)
-                self._set_health(slot, health.AVAILABLE, "")
+                self._set_health(slot, True, "")
                 return
-            await self._probe(slot, slot.backend)
-            if slot.health.state is HealthState.SUSPECT:
-                # At once: a storage that fails must be out of use within one period.
-                await self._probe(slot, slot.backend)
+            result = await slot.backend.probe()
+            self._set_health(slot, result.available, result.detail)
         except KvcmError as error:
-            self._set_health(slot, health.UNAVAILABLE, str(error))
+            self._set_health(slot, False, str(error))
         except Exception as error:
             # A backend is a plug-in: whatever it raises means that it cannot be used now.
             log.exception("storage %r: probe failed", slot.config.global_unique_name)
-            self._set_health(slot, health.UNAVAILABLE, str(error))
+            self._set_health(slot, False, str(error))
 
-    async def _probe(self, slot: _Slot, backend: DataStorageBackend) -> None:
-        result = await backend.probe()
-        if result.available:
-            after = health.succeeded(slot.health)
-            detail = "" if after.usable else "its probes succeed again, but not often enough yet"
-            self._set_health(slot, after, detail)
-        else:
-            self._set_health(slot, health.failed(slot.health), result.detail)
-
-    def _set_health(self, slot: _Slot, state: Health, detail: str) -> None:
-        name, healthy = slot.config.global_unique_name, state.usable
+    def _set_health(self, slot: _Slot, healthy: bool, detail: str) -> None:
+        name = slot.config.global_unique_name
         if healthy != slot.healthy or (not healthy and detail != slot.detail):
             if healthy:
                 log.info("storage %r is available", name)
             else:
                 log.warning("storage %r is not available: %s", name, detail)
-        slot.health, slot.healthy, slot.detail = state, healthy, detail
+        slot.healthy, slot.detail = healthy, detail
 
     def _drop(self, slot: _Slot) -> None:
         if slot.work is not None:

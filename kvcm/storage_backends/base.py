@@ -136,8 +136,7 @@ class DataStorageBackend(Protocol):
         """Free objects; one answer a name: None = gone (also when it never was there).
 
         A name that ``objects`` of this storage cannot have made is refused: StorageError in its
-        position. While the storage's root, or all of a cluster below it, is missing nothing counts
-        as gone: it is there again with its mount.
+        position. While the storage's root is missing nothing counts as gone.
         """
 
     async def exists(self, names: Sequence[str], sizes: Sequence[int]) -> list[bool]:

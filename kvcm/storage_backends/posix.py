@@ -86,8 +86,6 @@ class PosixBackend:
         self._pool: DaemonPool | None = None
         self._probe_pool: DaemonPool | None = None
         self._probing: asyncio.Task[ProbeResult] | None = None
-        self._clusters: set[str] = set()
-        """Whose folders have been below the root: a probe that misses one fails."""
 
     async def open(self) -> None:
         if self._pool is None:
@@ -126,8 +124,7 @@ class PosixBackend:
         if self._probe_pool is None:
             return ProbeResult(False, f"root {self._root!r} is not open")
         try:
-            job = partial(tree.probe_root, self._root, tuple(self._clusters), name, content)
-            return await self._probe_pool.run(job)
+            return await self._probe_pool.run(partial(tree.probe_root, self._root, name, content))
         except StorageError as error:
             return ProbeResult(False, str(error))
 
@@ -148,16 +145,13 @@ class PosixBackend:
 
     async def prepare(self, cluster_uid: str, instance_uid: str) -> None:
         check_tokens(cluster_uid, instance_uid)
-        await self._run(partial(tree.require_clusters, self._root, tuple(self._clusters)))
         await self._run(partial(tree.make_instance, self._root, cluster_uid, instance_uid))
-        self._clusters.add(cluster_uid)
 
     async def touch(self, names: Sequence[str]) -> None:
         if Capability.TOUCH not in self.capabilities:
             raise Unsupported(
                 f"storage {self.config.global_unique_name} does not create files ahead of writers"
             )
-        await self._run(partial(tree.require_clusters, self._root, tuple(self._clusters)))
         for answer in await self._each(names, lambda _: tree.touch, create=True):
             if isinstance(answer, Exception):
                 raise answer

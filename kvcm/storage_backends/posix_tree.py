@@ -26,13 +26,6 @@ def failure(what: str, error: OSError) -> StorageError:
     return StorageError(f"{what}: {error.strerror or error}")
 
 
-def not_mounted(root: str, cluster: str) -> StorageError:
-    """The error of a root below which the folder of a cluster that uses it is missing."""
-    return StorageError(
-        f"{root}/{cluster} is missing, which every storage in use has: is {root} not mounted?"
-    )
-
-
 @contextmanager
 def root_folder(root: str) -> Iterator[int]:
     """A vanished root is an error, not an empty storage: its files come back with the mount."""
@@ -119,25 +112,8 @@ def require_folder(path: str) -> None:
         raise StorageError(f"{path!r} is not a folder")
 
 
-def require_clusters(root: str, clusters: Iterable[str]) -> None:
-    """Refuse a root below which the folder of a cluster is no more.
-
-    Raises:
-        StorageError: naming it.
-    """
-    for cluster in clusters:
-        if not os.path.isdir(f"{root}/{cluster}"):
-            raise not_mounted(root, cluster)
-
-
-def probe_root(root: str, clusters: Iterable[str], name: str, content: bytes) -> ProbeResult:
-    """Write, sync, read back, compare and unlink one small file right below the root, where the
-    folders of all ``clusters`` must be.
-
-    Raises:
-        StorageError: one is not.
-    """
-    require_clusters(root, clusters)
+def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
+    """Write, sync, read back, compare and unlink one small file right below the root."""
     path = f"{root}/{name}"
     try:
         fd = os.open(path, _NEW_FILE)
@@ -163,9 +139,7 @@ def for_each_file(
 ) -> list[bool | StorageError]:
     """Call ``act(index, file name, folder descriptor)`` for files of one root; one answer a path.
 
-    Where a folder or file is missing the answer is False. Only the folder of a cluster is never
-    missing, since nothing but ``make_instance`` made it and nothing removes it: where it is not
-    there, something else lies in the place of the storage, and nothing can be said of its files.
+    Where a folder or file is missing the answer is False.
 
     Raises:
         StorageError: the root itself cannot be opened.
@@ -181,9 +155,6 @@ def for_each_file(
                 folders.drop(*last)
             last = parts
             try:
-                if not has_folder(folders, path.cluster):
-                    answers[i] = not_mounted(path.root, path.cluster)
-                    continue
                 answers[i] = act(i, path.file, folders.get(*parts))
             except FileNotFoundError:
                 continue

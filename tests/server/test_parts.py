@@ -124,9 +124,7 @@ async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> N
     assert all(backend.closed for backend in storages.built.values())
 
 
-async def test_a_storage_whose_probes_fail_is_unavailable_within_one_period_until_two_succeed() -> (
-    None
-):
+async def test_a_failed_probe_makes_a_storage_unavailable_until_one_succeeds() -> None:
     storages = Storages()
     await storages.set.open(view(storage("a")))
     storages.built["a"].health = ProbeResult(False, "I/O error")
@@ -135,10 +133,7 @@ async def test_a_storage_whose_probes_fail_is_unavailable_within_one_period_unti
     assert storages.set.get("a") is not None
     storages.built["a"].health = ProbeResult(True)
     await storages.set.run_once(0)
-    assert not storages.set.available("a")
-    await storages.set.run_once(0)
     assert storages.set.available("a")
-    assert storages.set.detail("a") == ""
     await storages.set.close()
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -416,34 +416,6 @@ async def test_nothing_counts_as_gone_while_the_root_has_vanished(
     assert not os.path.exists(tmp_path / "root")
 
 
-async def test_nothing_counts_as_gone_while_an_empty_folder_lies_in_place_of_the_mount(
-    make_backend: Make, tmp_path: Path
-) -> None:
-    backend = make_backend(touch_file_when_create=True)
-    await backend.open()
-    await backend.prepare(CLUSTER, EXTENT.instance_uid)
-    names = _objects(backend)
-    _write(names)
-    (tmp_path / "root").rename(tmp_path / "away")
-    (tmp_path / "root").mkdir()
-    result = await backend.probe()
-    assert not result.available
-    assert f"{tmp_path}/root/{CLUSTER}" in result.detail
-    assert all(isinstance(answer, StorageError) for answer in await backend.delete(names))
-    with pytest.raises(StorageError):
-        await backend.exists(names, [1] * len(names))
-    with pytest.raises(StorageError):
-        await backend.prepare(CLUSTER, "another")
-    with pytest.raises(StorageError):
-        await backend.touch(names)
-    assert os.listdir(tmp_path / "root") == []
-    (tmp_path / "root").rmdir()
-    (tmp_path / "away").rename(tmp_path / "root")
-    assert (await backend.probe()).available
-    assert await backend.exists(names, [1] * len(names)) == [True] * len(names)
-    assert await backend.delete(names) == [None] * len(names)
-
-
 async def test_probe_leaves_nothing_behind_and_notices_other_bytes(
     make_backend: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +445,7 @@ async def test_a_hung_mount_delays_neither_probe_callers_nor_close(
     release = threading.Event()
     calls: list[str] = []
 
-    def hang(root: str, clusters: Iterable[str], name: str, content: bytes) -> None:
+    def hang(root: str, name: str, content: bytes) -> None:
         calls.append(name)
         release.wait()
 

@@ -220,7 +220,6 @@ class StorageBackendContract:
         self, backend: DataStorageBackend
     ) -> None:
         names = self._names(backend, EXTENT)
-        await backend.prepare(CLUSTER, EXTENT.instance_uid)
         if Capability.EXISTS not in backend.capabilities:
             with pytest.raises(Unsupported):
                 await backend.exists(names, [1] * len(names))
