@@ -249,6 +249,7 @@ async def test_a_lost_server_of_a_cluster_takes_only_its_part(tmp_path: Path) ->
                     continue
             assert 0 < found < 60
             cluster.servers[0].start()
+            cluster.wait_until_whole()
 
             async def is_whole() -> bool:
                 cold(harness)

@@ -163,6 +163,7 @@ async def test_a_killed_server_takes_only_its_shards_along(cluster: ValkeyCluste
         kinds = {shard for shard, c in zip(shards, claims, strict=True) if isinstance(c, Claim)}
         assert kinds == set(shards) - set(held[victim])
         victim.start()
+        cluster.wait_until_whole()
 
         async def all_answer() -> bool:
             return await read_all(store, shards) == [
