@@ -228,6 +228,9 @@ async def place_registry(path: Path) -> None:
     path.write_bytes(_empty_registry[0])
 
 
+_END_S = 10.0
+
+
 class Harness:
     """One manager over things that outlive it.
 
@@ -344,6 +347,11 @@ class Harness:
         others = [t for t in asyncio.all_tasks() if t is not current]
         if not graceful:
             for task in others:
+                task.cancel()
+        elif others:
+            # Whoever waits for a store that is away would go on doing so.
+            _, left = await asyncio.wait(others, timeout=_END_S)
+            for task in left:
                 task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self.registry._subscribers.clear()
