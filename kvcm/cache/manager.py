@@ -30,7 +30,7 @@ from kvcm.cache.write import Writes
 from kvcm.core import quota
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError
-from kvcm.core.types import Instance, InstanceGroup, ReportKind
+from kvcm.core.types import Instance, InstanceGroup
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import KVStore
@@ -63,9 +63,6 @@ class Backends(Protocol):
     def get(self, name: str) -> DataStorageBackend | None: ...
 
     def available(self, name: str) -> bool: ...
-
-    def reported(self, name: str, kind: ReportKind, blocks: int) -> None:
-        """Readers met ``blocks`` blocks of a storage in such a state."""
 
 
 class CacheManager:

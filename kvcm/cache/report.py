@@ -47,8 +47,6 @@ class Storages(Protocol):
 
     def available(self, name: str) -> bool: ...
 
-    def reported(self, name: str, kind: ReportKind, blocks: int) -> None: ...
-
 
 class _Block(NamedTuple):
     """A reported block whose location is current; ``at`` is its index in the request."""
@@ -247,7 +245,6 @@ class Reports:
                 storage,
                 kind.name.lower(),
             )
-            self._storages.reported(storage, kind, count)
 
 
 async def _retire(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcm.client.file_sdk import MISSING, TRUNCATED
+from kvcm.client.transfer import MISSING, TRUNCATED
 from kvcm.core.errors import (
     CapacityReached,
     DuplicateEntity,

@@ -8,30 +8,28 @@ look at every answer, and finish with exactly what succeeded.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvcm.client.transfer import (
+    DEADLINE,
+    MISSING,
+    TRUNCATED,
+    GetResult,
+    PutResult,
+    TransferSdk,
+    view_of,
+)
 from kvcm.core.clock import Clock, SystemClock
-from kvcm.core.errors import InvalidArgument, KvcmError, StorageError, Unavailable
+from kvcm.core.errors import InvalidArgument, StorageError, Unavailable
 from kvcm.core.uri import parse_uri
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SCHEMES = frozenset({"file", "hf3fs"})
-MISSING = "MISSING"
-"""``reason`` of the error when the file is not there."""
-TRUNCATED = "TRUNCATED"
-"""``reason`` when the file ends before the block does."""
-DEADLINE = "DEADLINE"
-"""``reason`` when the time ran out before a block's turn came."""
-
-PutResult: TypeAlias = KvcmError | None
-GetResult: TypeAlias = bytes | KvcmError | None
-
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _OFFSET_MAX = (1 << 63) - 1
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -98,7 +96,7 @@ def _parse_any(uri: str) -> tuple[str, int, int]:
         raise InvalidArgument(f"location uri {uri!r}: {error}") from error
 
 
-class FileSdk:
+class FileSdk(TransferSdk):
     """Reads and writes blocks in files. Holds no state: safe to share between threads."""
 
     def __init__(self, *, fsync: bool = False, clock: Clock | None = None) -> None:
@@ -179,18 +177,6 @@ class FileSdk:
         self._each_file(_checked(items, answers, writable=True), answers, expired, work)
         return answers
 
-    async def put_many_async(
-        self, items: Sequence[tuple[str, Buffer]], *, deadline_s: float | None = None
-    ) -> list[PutResult]:
-        """``put_many`` in a worker thread."""
-        return await asyncio.to_thread(self.put_many, items, deadline_s=deadline_s)
-
-    async def get_many_async(
-        self, items: Sequence[tuple[str, Buffer | None]], *, deadline_s: float | None = None
-    ) -> list[GetResult]:
-        """``get_many`` in a worker thread."""
-        return await asyncio.to_thread(self.get_many, items, deadline_s=deadline_s)
-
     def _deadline(self, deadline_s: float | None) -> Callable[[], bool]:
         if deadline_s is None:
             return lambda: False
@@ -247,16 +233,7 @@ def _view(uri: str, slot: Slot, buffer: Buffer | None, *, writable: bool) -> mem
         if not writable:
             raise InvalidArgument(f"location uri {uri!r}: no buffer to write from")
         return None
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise InvalidArgument(f"location uri {uri!r}: the buffer is not contiguous")
-    if view.nbytes != slot.size:
-        raise InvalidArgument(
-            f"location uri {uri!r}: the buffer has {view.nbytes} bytes, the block {slot.size}"
-        )
-    if writable and view.readonly:
-        raise InvalidArgument(f"location uri {uri!r}: the buffer is read-only")
-    return view.cast("B")
+    return view_of(uri, slot.size, buffer, writable=writable)
 
 
 def _runs(part: Sequence[_Item]) -> Iterator[list[_Item]]:

@@ -6,7 +6,6 @@ itself. Keys are never used twice. Needs the extra ``kvcm[mooncake]``.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -17,7 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvcm.client.file_sdk import DEADLINE, MISSING, TRUNCATED, GetResult, PutResult
+from kvcm.client.transfer import (
+    DEADLINE,
+    MISSING,
+    TRUNCATED,
+    GetResult,
+    PutResult,
+    TransferSdk,
+    view_of,
+)
 from kvcm.core import mooncake
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import InvalidArgument, KvcmError, StorageError, Unavailable
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 SCHEMES = frozenset({"mooncake"})
 
 _CONNECT_S = 3.0
-_SIZE_MAX = (1 << 63) - 1
+_SIZE = re.compile(r"\d{1,18}", re.ASCII)
 _COMMON_URI = re.compile(
     r"mooncake://([A-Za-z0-9_.-]+)/\?key=([A-Za-z0-9_.~-]+)&size=(\d{1,18})", re.ASCII
 )
@@ -66,11 +73,11 @@ def parse_key(uri: str) -> Key:
     else:
         parsed = parse_uri(uri)
         size = parsed.params.get("size", "")
-        if parsed.scheme not in SCHEMES or not size.isascii() or not size.isdecimal():
+        if parsed.scheme not in SCHEMES or _SIZE.fullmatch(size) is None:
             raise InvalidArgument(f"location uri {uri!r} is not of Mooncake, or has no size")
         where = Key(parsed.storage, parsed.params.get("key", ""), int(size))
-    if not where.key or not 0 < where.size <= _SIZE_MAX:
-        raise InvalidArgument(f"location uri {uri!r}: no key, or size {where.size} out of range")
+    if not where.key or not where.size:
+        raise InvalidArgument(f"location uri {uri!r}: no key, or size {where.size}")
     return where
 
 
@@ -91,7 +98,7 @@ def storages_of(storage_configs: str) -> dict[str, mooncake.MooncakeSpec]:
         raise InvalidArgument(f"storage_configs: {error}") from error
 
 
-class MooncakeSdk:
+class MooncakeSdk(TransferSdk):
     """Puts and gets blocks in Mooncake stores. Safe to share between threads.
 
     Connects at the first call to each store. While it connects to a master that hangs, Mooncake's
@@ -150,18 +157,6 @@ class MooncakeSdk:
             buffer is undefined.
         """
         return self._batches(items, deadline_s, _Link.get, _got_answer, writable=True)
-
-    async def put_many_async(
-        self, items: Sequence[tuple[str, Buffer]], *, deadline_s: float | None = None
-    ) -> list[PutResult]:
-        """``put_many`` in a worker thread."""
-        return await asyncio.to_thread(self.put_many, items, deadline_s=deadline_s)
-
-    async def get_many_async(
-        self, items: Sequence[tuple[str, Buffer | None]], *, deadline_s: float | None = None
-    ) -> list[GetResult]:
-        """``get_many`` in a worker thread."""
-        return await asyncio.to_thread(self.get_many, items, deadline_s=deadline_s)
 
     def register(self, storage: str, buffer: Buffer) -> None:
         """Announce memory that blocks are put from and got into, once and for good: RDMA wants
@@ -384,16 +379,7 @@ def _view(uri: str, where: Key, buffer: Buffer | None, *, writable: bool) -> mem
         if not writable:
             raise InvalidArgument(f"location uri {uri!r}: no buffer to put from")
         return memoryview(bytearray(where.size))
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise InvalidArgument(f"location uri {uri!r}: the buffer is not contiguous")
-    if view.nbytes != where.size:
-        raise InvalidArgument(
-            f"location uri {uri!r}: the buffer has {view.nbytes} bytes, the block {where.size}"
-        )
-    if writable and view.readonly:
-        raise InvalidArgument(f"location uri {uri!r}: the buffer is read-only")
-    return view.cast("B")
+    return view_of(uri, where.size, buffer, writable=writable)
 
 
 def _address(view: memoryview) -> int:

@@ -39,9 +39,12 @@ def parse_uri(uri: str) -> LocationUri:
     """Parse a location URI.
 
     Raises:
-        InvalidArgument: no scheme or storage name.
+        InvalidArgument: no scheme or storage name, or no URI at all.
     """
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise InvalidArgument(f"location uri {uri!r}: {error}") from error
     if not parts.scheme or not parts.netloc:
         raise InvalidArgument(f"location uri {uri!r} has no scheme or storage name")
     params = dict(parse_qsl(parts.query, keep_blank_values=True))

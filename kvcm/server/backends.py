@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, StorageError
-from kvcm.core.types import ReportKind, StorageConfig
+from kvcm.core.types import StorageConfig
 from kvcm.registry.view import RegistryView
 from kvcm.storage_backends.base import DataStorageBackend
 
@@ -48,7 +48,6 @@ class BackendSet:
         self._opened: dict[str, DataStorageBackend] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.reports: dict[tuple[str, ReportKind], int] = {}
 
     def get(self, name: str) -> DataStorageBackend | None:
         """The backend; None for an unknown storage or one that cannot be built.
@@ -70,10 +69,6 @@ class BackendSet:
         """Enabled, open, and the last probe succeeded."""
         slot = self._slots.get(name)
         return slot is not None and slot.healthy and slot.config.enabled
-
-    def reported(self, name: str, kind: ReportKind, blocks: int) -> None:
-        """Readers met ``blocks`` blocks of a storage in such a state (verified reports only)."""
-        self.reports[name, kind] = self.reports.get((name, kind), 0) + blocks
 
     def detail(self, name: str) -> str:
         """Why the storage is not healthy; empty when it is."""

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from kvcm.testing.eventually import eventually_sync
 
 _START_S = 30.0
@@ -33,6 +35,11 @@ def why_not() -> str:
     except OSError:
         return "libibverbs1 is missing (Debian's package): Mooncake's library needs it"
     return ""
+
+
+needs_mooncake = pytest.mark.skipif(bool(why_not()), reason=why_not())
+"""For tests that start one. Where Mooncake cannot run they say why and skip; CI installs it, and
+fails where it cannot."""
 
 
 class _Server:

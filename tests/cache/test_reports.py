@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -38,21 +38,6 @@ LIMITED, NOTHING = ReportOutcome.LIMITED, ReportOutcome.NOTHING
 
 KEYS = [11, 12, 13, 14, 15, 16, 17]
 """Three files a spec: slots 0-2, 3-5, 6."""
-
-
-Heard = Counter[tuple[str, ReportKind]]
-
-
-@pytest.fixture
-def heard(harness: Harness) -> Heard:
-    """Blocks that the storages were told of."""
-    heard: Heard = Counter()
-
-    def reported(name: str, kind: ReportKind, blocks: int) -> None:
-        heard[name, kind] += blocks
-
-    harness.backends.reported = reported  # type: ignore[method-assign]
-    return heard
 
 
 def uris(locations: Sequence[Location]) -> list[dict[str, str]]:
@@ -238,7 +223,7 @@ async def _registered_anew(h: Harness) -> None:
 )
 @pytest.mark.parametrize("kind", [MISSING, CORRUPT, UNREACHABLE])
 async def test_a_late_report_never_kills_a_fresh_copy(
-    harness: Harness, heard: Heard, renew: Callable[[Harness], Awaitable[None]], kind: ReportKind
+    harness: Harness, renew: Callable[[Harness], Awaitable[None]], kind: ReportKind
 ) -> None:
     await harness.put(KEYS)
     old = await harness.lookup(KEYS)
@@ -247,7 +232,7 @@ async def test_a_late_report_never_kills_a_fresh_copy(
         unlink(location)
     assert await harness.report(KEYS, uris(old), kind) == [STALE] * 7
     assert await harness.hits(KEYS) == 7
-    assert heard == {}
+    assert harness.manager.usage().error_reports == {(kind.name.lower(), "stale"): 7}
 
 
 @pytest.mark.parametrize("kind", list(ReportKind)[1:])
@@ -328,11 +313,13 @@ async def test_a_storage_that_hangs_is_not_waited_for(
         assert await h.hits(KEYS) == 7
 
 
-async def test_an_unavailable_storage_is_not_asked(tmp_path: Path) -> None:
+async def test_an_unavailable_storage_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with moody(tmp_path) as (h, storage):
         await h.put(KEYS)
         found = await h.lookup(KEYS)
-        h.backends.available = lambda name: False  # type: ignore[method-assign]
+        monkeypatch.setattr(h.backends, "available", lambda name: False)
         assert await h.report(KEYS, uris(found)) == [UNCHECKED] * 7
         assert storage.asked == []
         # Wrong bytes are wrong wherever they came from.
@@ -538,9 +525,10 @@ async def test_a_commit_whose_answer_was_lost_counts_as_done(harness: Harness) -
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-async def test_reports_are_counted_and_storages_hear_of_those_that_hold(
-    harness: Harness, heard: Heard
+async def test_reports_are_counted_by_kind_and_outcome_and_those_that_hold_logged_by_storage(
+    harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "kvcm.cache.report")
     await harness.put(KEYS)
     found = await harness.lookup(KEYS)
     unlink(found[0])
@@ -556,11 +544,11 @@ async def test_reports_are_counted_and_storages_hear_of_those_that_hold(
         ("unreachable", "accepted"): 2,
         ("unreachable", "stale"): 1,
     }
-    assert heard == {
-        ("nfs_01", MISSING): 2,
-        ("nfs_01", CORRUPT): 1,
-        ("nfs_01", UNREACHABLE): 2,
-    }
+    uid = harness.index().uid
+    assert sorted(caplog.messages) == [
+        f"instance {uid}: {count} blocks on storage 'nfs_01' are reported {kind}"
+        for count, kind in [(1, "corrupt"), (2, "missing"), (2, "unreachable")]
+    ]
 
 
 async def test_thousands_of_keys_take_one_commit_an_extent_and_few_reads(

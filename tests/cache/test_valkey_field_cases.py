@@ -284,8 +284,8 @@ async def test_r86_an_instance_is_cleared_and_removed_without_a_look_at_foreign_
                     await harness.wait(30.0)
                 took = time.monotonic() - began
                 assert await harness.hits(KEYS, "neighbour") == len(KEYS)
-            assert answered < 5
-            assert took < 30
+            assert answered < 1
+            assert took < 10
             used = {command for command, _ in watched.commands}
             assert used.isdisjoint({"KEYS", "SCAN", "RANDOMKEY", "FLUSHALL", "FLUSHDB", "DEL"})
             # Nothing is named but the instance's own shards, the neighbour's and the list of them.

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvcm.client import file_sdk
-from kvcm.client.file_sdk import DEADLINE, MISSING, TRUNCATED, FileSdk, parse_slot
+from kvcm.client.file_sdk import FileSdk, parse_slot
+from kvcm.client.transfer import DEADLINE, MISSING, TRUNCATED
 from kvcm.core.errors import InvalidArgument, StorageError, Unavailable
 from kvcm.testing.clock import SimClock
 

@@ -174,6 +174,10 @@ def test_r57_a_truncated_file_reads_as_an_error_never_as_other_bytes(
     missing = site.audit().missing
     assert missing
     assert all("bytes" in what or "is not there" in what for what in missing)
+    site.start()
+    empty = result(site.replay(*common))["blocks"]
+    assert empty["wrong"] == 0
+    assert empty["lost"] > 0
 
 
 def test_r61_a_spec_size_that_cannot_be_is_refused_by_name(site: Site) -> None:

@@ -6,21 +6,19 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from kvcm.cli.local_manager import running_manager
 from kvcm.client import Client, RetryPolicy, block_keys
 from kvcm.client.mooncake_sdk import MooncakeSdk
 from kvcm.core.mooncake import check_spec
 from kvcm.core.types import ReportKind
 from kvcm.testing.eventually import eventually_sync
-from kvcm.testing.servers_mooncake import mooncake_store, why_not
+from kvcm.testing.servers_mooncake import mooncake_store, needs_mooncake
 
 SIZE = 4096
 PATIENT = RetryPolicy(rounds_max=99)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needs_mooncake
 def test_blocks_are_written_found_read_lost_reported_and_written_again(tmp_path: Path) -> None:
     with mooncake_store() as (master, _):
         spec = {"master_service_entry": master.entry}

@@ -18,9 +18,12 @@ from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import ExtentName, SpecSlots
 from kvcm.storage_backends.mooncake import LEASED, MooncakeBackend
 from kvcm.testing.eventually import eventually
-from kvcm.testing.servers_mooncake import MooncakeLender, MooncakeMaster, mooncake_store, why_not
-
-needs_mooncake = pytest.mark.skipif(bool(why_not()), reason=why_not())
+from kvcm.testing.servers_mooncake import (
+    MooncakeLender,
+    MooncakeMaster,
+    mooncake_store,
+    needs_mooncake,
+)
 
 EXTENT = ExtentName("c", "i", "e")
 SPEC = SpecSlots("tp0", 4096, 88)
@@ -251,7 +254,15 @@ def test_the_answer_of_register_instance_configures_the_sdk() -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["mooncake://m/?size=1", "mooncake://m/?key=k", "x://m/?key=k&size=1"]
+    "uri",
+    [
+        "mooncake://m/?size=1",
+        "mooncake://m/?key=k",
+        "mooncake://m/?key=k&size=0",
+        f"mooncake://m/?key=k&size={'9' * 5_000}",
+        "mooncake://[m/?key=k&size=1",
+        "x://m/?key=k&size=1",
+    ],
 )
 def test_uris_without_a_key_or_a_size_are_refused(uri: str) -> None:
     with pytest.raises(InvalidArgument):

@@ -18,9 +18,9 @@ from kvcm.storage_backends.factory import build_backend
 from kvcm.storage_backends.mooncake import LEASED
 from kvcm.testing.contracts.storage_backend import StorageBackendContract
 from kvcm.testing.eventually import eventually
-from kvcm.testing.servers_mooncake import mooncake_store, why_not
+from kvcm.testing.servers_mooncake import mooncake_store, needs_mooncake
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = needs_mooncake
 
 
 @pytest.fixture(scope="module")
