@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 
 from kvcm.testing.eventually import eventually_sync
+from kvcm.testing.processes import ending_with_us, free_port
 
 _START_S = 30.0
 _STOP_S = 10.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 def why_not() -> str:
@@ -82,11 +81,10 @@ class _Server:
         assert self._process is None, "it runs"
         with (self._home / "log").open("ab") as log:
             self._process = process = subprocess.Popen(
-                [str(_package() / self._binary), *arguments],
+                ending_with_us([str(_package() / self._binary), *arguments]),
                 stdout=log,
                 stderr=log,
                 cwd=self._home,
-                preexec_fn=_end_with_parent,
             )
         eventually_sync(
             lambda: process.poll() is not None or _listens(port),
@@ -174,14 +172,6 @@ def mooncake_store(
         master.remove()
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that is free now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
 def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
         return True
@@ -195,7 +185,3 @@ def _package() -> Path:
     assert spec is not None  # why_not looked
     assert spec.origin is not None
     return Path(spec.origin).parent
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

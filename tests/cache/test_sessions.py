@@ -523,3 +523,15 @@ async def test_a_cancelled_session_keeps_the_mask_it_was_finished_with(harness: 
     with pytest.raises(InvalidArgument, match="differs"):
         await harness.finish(grant, [True, True])
     assert await harness.hits([1, 2]) == 0
+
+
+async def test_a_trimmed_session_that_is_abandoned_still_finishes_and_publishes_nothing(
+    harness: Harness,
+) -> None:
+    grant = await harness.start([1, 2])
+    harness.fill(grant)
+    await harness.trim()
+    await harness.rounds()
+    await harness.manager.abandon(grant.instance_id, grant.session)
+    await harness.finish(grant)
+    assert await harness.hits([1, 2]) == 0

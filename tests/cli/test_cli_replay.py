@@ -45,16 +45,23 @@ def trace(tmp_path: Path, requests: int = 60) -> tuple[Path, object]:
     return path, ceiling(row.hash_ids for row in rows)
 
 
+# A shell's background job hands down that Ctrl-C is ignored.
+CTRL_C_HEARD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvcm.cli.main import app_main
+app_main()
+"""
+
+
 def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvcm.cli.main", "replay", *map(str, arguments)]
+    command = [sys.executable, "-c", CTRL_C_HEARD, "replay", *map(str, arguments)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background job hands down that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
