@@ -36,6 +36,20 @@ GRACE_S_MIN = 10.0
 ROOM_WAIT_S_DEFAULT = 0.05
 """A StartWrite that a limit cut waits so long for eviction, if eviction can help."""
 ROOM_WAIT_S_MAX = 5.0
+PROBE_TIMEOUT_S_DEFAULT = 5.0
+"""A probe of a storage that takes longer counts as hung."""
+PROBE_AGAIN_S = 1.0
+"""Complaints of readers have a storage probed at once, but not more often than this."""
+PROBE_FAILURES_MAX = 2
+"""So many failed probes in a row make a storage unavailable; fewer make it suspect."""
+PROBE_SUCCESSES_MIN = 2
+"""So many good probes in a row bring an unavailable storage back."""
+BREAKER_READERS = 3
+"""So many readers that cannot read a storage within the window take it out of use."""
+BREAKER_WINDOW_S = 60.0
+BREAKER_OPEN_S = 30.0
+"""For so long, the first time."""
+BREAKER_OPEN_S_MAX = 480.0
 SHARDS_MIN = 16
 SHARDS_MAX_DEFAULT = 64
 """Unless the server's settings allow more."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+from kvcm.core import health, limits
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, StorageError
+from kvcm.core.health import Breaker, Health, HealthState
 from kvcm.core.types import StorageConfig
 from kvcm.registry.view import RegistryView
 from kvcm.storage_backends.base import DataStorageBackend
@@ -16,7 +20,6 @@ from kvcm.storage_backends.base import DataStorageBackend
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 30.0
-PROBE_TIMEOUT_S = 10.0
 
 Build = Callable[[StorageConfig], DataStorageBackend]
 
@@ -26,9 +29,34 @@ class _Slot:
     config: StorageConfig
     backend: DataStorageBackend | None = None
     closed: DataStorageBackend | None = None
-    healthy: bool = False
+    health: Health = health.UNAVAILABLE
+    breaker: Breaker = field(default_factory=Breaker)
+    state: HealthState = HealthState.UNAVAILABLE
+    """What probes and readers say together."""
     detail: str = "not opened yet"
+    free_bytes: int | None = None
+    since: float | None = None
+    """When it came back; None when it has been there since the set was opened."""
     work: asyncio.Task[None] | None = None
+    begun: float = -math.inf
+    """When ``work`` was."""
+    probes: Counter[bool] = field(default_factory=Counter)
+    changes: Counter[HealthState] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageHealth:
+    """How a storage is, for operators. ``probes``: made so far, by whether they succeeded;
+    ``changes``: how often it came into each state. Counted since it was registered or the manager
+    started."""
+
+    config: StorageConfig
+    state: HealthState
+    detail: str
+    free_bytes: int | None
+    breaker_open: bool
+    probes: Counter[bool]
+    changes: Counter[HealthState]
 
 
 class BackendSet:
@@ -36,12 +64,25 @@ class BackendSet:
 
     A storage that cannot be opened does not keep the others from serving: it shows as unavailable
     and is tried again by ``run_once``.
+
+    Args:
+        period_s: between two probes of a storage.
+        timeout_s: a probe that takes longer counts as hung.
     """
 
     name = "storages"
 
-    def __init__(self, build: Build, clock: Clock, period_s: float) -> None:
+    def __init__(
+        self,
+        build: Build,
+        clock: Clock,
+        *,
+        period_s: float,
+        timeout_s: float = limits.PROBE_TIMEOUT_S_DEFAULT,
+    ) -> None:
         self.period_s = period_s
+        self.wakeup = asyncio.Event()
+        self._timeout_s = timeout_s
         self._build = build
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
@@ -66,9 +107,52 @@ class BackendSet:
         return slot.closed
 
     def available(self, name: str) -> bool:
-        """Enabled, open, and the last probe succeeded."""
+        """Enabled, open, and neither its probes nor its readers say otherwise."""
         slot = self._slots.get(name)
-        return slot is not None and slot.healthy and slot.config.enabled
+        return (
+            slot is not None and slot.state is not HealthState.UNAVAILABLE and slot.config.enabled
+        )
+
+    def free_bytes(self, name: str) -> int | None:
+        """Free on the storage itself at its last probe; None when it does not tell."""
+        slot = self._slots.get(name)
+        return slot.free_bytes if slot is not None else None
+
+    def available_for_s(self, name: str) -> float:
+        """Seconds since the storage came back; infinite when it was never away."""
+        slot = self._slots.get(name)
+        if slot is None or slot.since is None:
+            return math.inf
+        return self._clock.monotonic() - slot.since
+
+    def statuses(self) -> Iterator[StorageHealth]:
+        """Of all storages."""
+        now = self._clock.monotonic()
+        for slot in self._slots.values():
+            yield StorageHealth(
+                slot.config,
+                slot.state,
+                slot.detail,
+                slot.free_bytes,
+                slot.breaker.is_open(now),
+                slot.probes,
+                slot.changes,
+            )
+
+    def complain(self, name: str, reader: str) -> None:
+        """A reader could not read what lies there: the storage is probed soon, and when enough
+        readers say so it is left alone for a while."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is HealthState.UNAVAILABLE:
+            return
+        now = self._clock.monotonic()
+        if slot.breaker.complain(reader, now):
+            held = slot.breaker.open_until - now
+            readers = limits.BREAKER_READERS
+            self._judge(slot, f"{readers} readers could not read it; left alone for {held:g} s")
+        elif now - slot.begun >= limits.PROBE_AGAIN_S:
+            slot.begun = -math.inf
+            self.wakeup.set()
 
     def detail(self, name: str) -> str:
         """Why the storage is not healthy; empty when it is."""
@@ -76,9 +160,12 @@ class BackendSet:
         return slot.detail if slot is not None else "unknown storage"
 
     async def open(self, view: RegistryView) -> None:
-        """Open all storages of a view, each in its own time; failures are logged."""
+        """Open all storages of a view, each in its own time; failures are logged, and one that
+        hangs is not waited for longer than a probe."""
         self.follow(view)
-        await asyncio.gather(*(s.work for s in self._slots.values() if s.work is not None))
+        await self._wait()
+        for slot in self._slots.values():
+            slot.since = None
 
     async def try_open(self, config: StorageConfig) -> DataStorageBackend:
         """A backend that is open already; `adopt` it once its storage is stored.
@@ -86,14 +173,17 @@ class BackendSet:
         Raises:
             StorageError, InvalidArgument, Unsupported: it cannot be used.
         """
-        backend = self._build(config)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await backend.open()
+                return await self._open(config)
         except TimeoutError:
             raise StorageError(
                 f"storage {config.global_unique_name!r} did not open within {OPEN_TIMEOUT_S} s"
             ) from None
+
+    async def _open(self, config: StorageConfig) -> DataStorageBackend:
+        backend = self._build(config)
+        await backend.open()
         return backend
 
     def adopt(self, backend: DataStorageBackend) -> None:
@@ -122,26 +212,40 @@ class BackendSet:
             self._slots[name] = fresh = _Slot(config)
             opened = self._opened.pop(name, None)
             if opened is not None and _same_place(opened.config, config):
-                fresh.backend, fresh.healthy, fresh.detail = opened, True, ""
+                fresh.backend, fresh.health = opened, health.AVAILABLE
+                self._judge(fresh, "")
                 continue
             if opened is not None:
                 self._close_later(opened)
             self._start(fresh)
 
     async def run_once(self, now: float) -> None:
-        """Probe the open storages and open the others again.
+        """Probe the open storages and open the others again, where it is time for that.
 
         One that hangs holds up nobody: its work goes on, and it is unavailable meanwhile.
         """
+        self.wakeup.clear()
         for slot in self._slots.values():
             if slot.work is None or slot.work.done():
                 self._start(slot)
-        running = [slot.work for slot in self._slots.values() if slot.work is not None]
-        if running:
-            await asyncio.wait(running, timeout=PROBE_TIMEOUT_S)
-        for slot in self._slots.values():
+        await self._wait()
+
+    async def _wait(self) -> None:
+        """Until what was begun is done, or hangs."""
+        now = self._clock.monotonic()
+        waited = [
+            slot
+            for slot in self._slots.values()
+            if slot.work is not None and now - slot.begun < self._timeout_s
+        ]
+        if waited:
+            tasks = [slot.work for slot in waited if slot.work is not None]
+            await asyncio.wait(tasks, timeout=self._timeout_s)
+        for slot in waited:
             if slot.work is not None and not slot.work.done():
-                self._set_health(slot, False, f"no answer within {PROBE_TIMEOUT_S} s")
+                slot.health = health.failed(slot.health, hung=True)
+                slot.probes[False] += 1
+                self._judge(slot, f"no answer within {self._timeout_s:g} s")
 
     async def close(self) -> None:
         """Close all. Idempotent."""
@@ -153,35 +257,61 @@ class BackendSet:
             self._close_later(backend)
         self._opened.clear()
         if self._closing:
-            await asyncio.wait(self._closing, timeout=PROBE_TIMEOUT_S)
+            await asyncio.wait(self._closing, timeout=self._timeout_s)
 
     def _start(self, slot: _Slot) -> None:
+        slot.begun = self._clock.monotonic()
         slot.work = asyncio.ensure_future(self._check(slot))
 
     async def _check(self, slot: _Slot) -> None:
         """Open, or probe; never raises."""
         try:
             if slot.backend is None:
-                slot.backend = await self.try_open(slot.config)
-                self._set_health(slot, True, "")
-                return
-            result = await slot.backend.probe()
-            self._set_health(slot, result.available, result.detail)
+                # Without a time-out: while this hangs it is not begun again, so a hung mount holds
+                # no more threads than one attempt.
+                slot.backend = await self._open(slot.config)
+                slot.health = health.OPENED
+            await self._probe(slot, slot.backend)
+            if slot.health.state is HealthState.SUSPECT:
+                # At once: a storage that fails must be out of use within one period.
+                await self._probe(slot, slot.backend)
         except KvcmError as error:
-            self._set_health(slot, False, str(error))
+            slot.health = health.UNAVAILABLE
+            self._judge(slot, str(error))
         except Exception as error:
             # A backend is a plug-in: whatever it raises means that it cannot be used now.
             log.exception("storage %r: probe failed", slot.config.global_unique_name)
-            self._set_health(slot, False, str(error))
+            slot.health = health.UNAVAILABLE
+            self._judge(slot, str(error))
 
-    def _set_health(self, slot: _Slot, healthy: bool, detail: str) -> None:
-        name = slot.config.global_unique_name
-        if healthy != slot.healthy or (not healthy and detail != slot.detail):
-            if healthy:
+    async def _probe(self, slot: _Slot, backend: DataStorageBackend) -> None:
+        result = await backend.probe()
+        slot.probes[result.available] += 1
+        if result.available:
+            slot.free_bytes = result.free_bytes
+            slot.health = health.succeeded(slot.health)
+            usable = slot.health.usable
+            self._judge(slot, "" if usable else "its probes succeed again, not yet often enough")
+        else:
+            slot.health = health.failed(slot.health)
+            self._judge(slot, result.detail)
+
+    def _judge(self, slot: _Slot, detail: str) -> None:
+        """Conclude the state from probes and readers."""
+        now, name = self._clock.monotonic(), slot.config.global_unique_name
+        state = slot.health.state
+        if state is not HealthState.UNAVAILABLE and slot.breaker.is_open(now):
+            state, detail = HealthState.UNAVAILABLE, detail or slot.detail
+        if state is not slot.state:
+            slot.changes[state] += 1
+            if slot.state is HealthState.UNAVAILABLE:
+                slot.since = now
+        if state is HealthState.AVAILABLE:
+            if slot.state is not state:
                 log.info("storage %r is available", name)
-            else:
-                log.warning("storage %r is not available: %s", name, detail)
-        slot.healthy, slot.detail = healthy, detail
+        elif (state, detail) != (slot.state, slot.detail):
+            log.warning("storage %r is %s: %s", name, state.name.lower(), detail)
+        slot.state, slot.detail = state, detail
 
     def _drop(self, slot: _Slot) -> None:
         if slot.work is not None:

@@ -50,7 +50,7 @@ def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], Non
         ConfigError: it cannot start; one line.
     """
     logs.configure(settings.log_level, settings.log_format)
-    _tune_gc()
+    tune_gc()
     _tune_malloc()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
@@ -60,7 +60,7 @@ def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], Non
                 ready_file.unlink(missing_ok=True)
 
 
-def _tune_gc() -> None:
+def tune_gc() -> None:
     """Collect less often: a batch of thousands of keys makes thousands of short-lived tuples, and
     each full collection walks the whole index (measured: a third of a 4,400-key StartWrite)."""
     gc.freeze()

@@ -141,6 +141,10 @@ class Settings(_Section):
     """How long a stopping manager waits for calls under way."""
     probe_period_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """How often storages are probed and failed ones opened again."""
+    probe_timeout_s: float = Field(
+        default=limits.PROBE_TIMEOUT_S_DEFAULT, gt=0, allow_inf_nan=False
+    )
+    """A probe of a storage that takes longer counts as hung: the storage is unavailable."""
     cache: CacheOptions = CacheOptions()
     deleting: DeletingOptions = DeletingOptions()
     repair: RepairOptions = RepairOptions()

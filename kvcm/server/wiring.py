@@ -111,7 +111,10 @@ def build_store(settings: Settings, clock: Clock) -> KVStore:
 def build_backends(settings: Settings, clock: Clock) -> BackendSet:
     """The storages, none open yet."""
     return BackendSet(
-        lambda config: build_backend(config, clock), clock, period_s=settings.probe_period_s
+        lambda config: build_backend(config, clock),
+        clock,
+        period_s=settings.probe_period_s,
+        timeout_s=settings.probe_timeout_s,
     )
 
 

@@ -41,10 +41,11 @@ class Capability(Flag):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Health of a storage."""
+    """Health of a storage. ``free_bytes``: left on it; None when it does not tell."""
 
     available: bool
     detail: str = ""
+    free_bytes: int | None = None
 
 
 class FoundObject(NamedTuple):

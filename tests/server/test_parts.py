@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvcm._pb import meta_pb2
 from kvcm.cache.api import WireForm
 from kvcm.core import limits
 from kvcm.core.errors import ConfigError, InvalidArgument, NotLeader, StorageError
+from kvcm.core.health import HealthState
 from kvcm.core.keys import KeyBatch
 from kvcm.core.types import ReclaimPolicy, StorageConfig, StorageType
 from kvcm.registry.view import RegistryView
@@ -67,17 +69,21 @@ class FakeBackend:
         self.config = config
         self.open_error: Exception | None = None
         self.health = ProbeResult(True)
+        self.next_health: list[ProbeResult] = []
         self.hang = False
+        self.hang_open: asyncio.Event = asyncio.Event()
+        self.hang_open.set()
         self.closed = False
 
     async def open(self) -> None:
+        await self.hang_open.wait()
         if self.open_error is not None:
             raise self.open_error
 
     async def probe(self) -> ProbeResult:
         if self.hang:
             await asyncio.Event().wait()
-        return self.health
+        return self.next_health.pop() if self.next_health else self.health
 
     async def close(self) -> None:
         self.closed = True
@@ -86,15 +92,19 @@ class FakeBackend:
 class Storages:
     """A set over fakes that break on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         self.built: dict[str, FakeBackend] = {}
         self.broken: set[str] = set()
-        self.set = BackendSet(self._build, SimClock(), 1.0)
+        self.hanging: set[str] = set()
+        self.clock = SimClock()
+        self.set = BackendSet(self._build, self.clock, period_s=1.0, timeout_s=timeout_s)
 
     def _build(self, config: StorageConfig) -> Any:
         backend = FakeBackend(config)
         if config.global_unique_name in self.broken:
             backend.open_error = StorageError("no such device")
+        if config.global_unique_name in self.hanging:
+            backend.hang_open.clear()
         self.built[config.global_unique_name] = backend
         return backend
 
@@ -120,6 +130,8 @@ async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> N
     storages.broken.clear()
     await storages.set.run_once(0)
     assert storages.set.available("b")
+    assert storages.set.available_for_s("a") == math.inf
+    assert storages.set.available_for_s("b") == 0
     await storages.set.close()
     assert all(backend.closed for backend in storages.built.values())
 
@@ -133,15 +145,71 @@ async def test_a_failed_probe_makes_a_storage_unavailable_until_one_succeeds() -
     assert storages.set.get("a") is not None
     storages.built["a"].health = ProbeResult(True)
     await storages.set.run_once(0)
+    assert not storages.set.available("a")
+    await storages.set.run_once(0)
     assert storages.set.available("a")
+    assert storages.set.detail("a") == ""
     await storages.set.close()
 
 
-async def test_a_storage_that_hangs_is_unavailable_and_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvcm.server.backends.PROBE_TIMEOUT_S", 0.05)
+async def test_one_failed_probe_among_good_ones_takes_nothing_out_of_use() -> None:
     storages = Storages()
+    await storages.set.open(view(storage("a")))
+    storages.built["a"].next_health = [ProbeResult(False, "busy")]
+    await storages.set.run_once(0)
+    assert storages.set.available("a")
+    (status,) = storages.set.statuses()
+    assert status.changes == {HealthState.AVAILABLE: 2, HealthState.SUSPECT: 1}
+    await storages.set.close()
+
+
+async def test_a_storage_that_several_readers_cannot_read_is_left_alone_for_a_while() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a")))
+    for reader in ("one", "one", "two", "two"):
+        storages.set.complain("a", reader)
+    assert storages.set.available("a")
+    storages.set.complain("a", "three")
+    assert not storages.set.available("a")
+    assert "3 readers" in storages.set.detail("a")
+    await storages.set.run_once(0)
+    assert not storages.set.available("a")
+    storages.clock.advance(limits.BREAKER_OPEN_S)
+    await storages.set.run_once(0)
+    assert storages.set.available("a")
+    assert storages.set.available_for_s("a") == 0
+    await storages.set.close()
+
+
+async def test_a_complaint_has_the_storage_probed_at_once_but_not_all_the_time() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a")))
+    storages.set.complain("a", "one")
+    assert not storages.set.wakeup.is_set()
+    storages.clock.advance(limits.PROBE_AGAIN_S)
+    storages.set.complain("a", "one")
+    assert storages.set.wakeup.is_set()
+    await storages.set.run_once(0)
+    assert not storages.set.wakeup.is_set()
+    await storages.set.close()
+
+
+async def test_the_manager_starts_while_a_storage_hangs_and_does_not_try_it_twice() -> None:
+    storages = Storages(timeout_s=0.05)
+    storages.hanging = {"a"}
+    await storages.set.open(view(storage("a"), storage("b")))
+    assert not storages.set.available("a")
+    assert storages.set.available("b")
+    first = storages.built["a"]
+    await storages.set.run_once(0)
+    assert storages.built["a"] is first
+    first.hang_open.set()
+    await eventually(lambda: storages.set.available("a"))
+    await storages.set.close()
+
+
+async def test_a_storage_that_hangs_is_unavailable_and_holds_up_no_other() -> None:
+    storages = Storages(timeout_s=0.05)
     await storages.set.open(view(storage("a"), storage("b")))
     storages.built["a"].hang = True
     await storages.set.run_once(0)
