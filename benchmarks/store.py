@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -81,9 +80,6 @@ async def _measure(
             row["bytes_per_key"] = (_used_memory(server) - before) / chains.total
     # Another manager on the same records: nothing is cached.
     async with local_calls(folder, index_url) as calls:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 50, 1_000)
         floors = bare.Floors(server.port, SIZE) if server is not None else None
         share = chains.by_size[SIZE][:_LOOKUPS_MAX]
         for state in ("cold", "warm"):
