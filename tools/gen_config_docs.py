@@ -60,7 +60,8 @@ MEANING = {
     "receive_bytes_max": "Bytes. Largest request on either transport; a larger one is refused.",
     "drain_s": "Seconds that a stopping manager waits for calls under way.",
     "probe_period_s": "Seconds between two looks at a storage: is it there, does it open now?",
-    "probe_timeout_s": "Seconds. A look that takes longer counts as hung: the storage is unavailable.",
+    "probe_timeout_s": "Seconds. A look that takes longer counts as hung, the storage as "
+    "unavailable.",
     "cache.reply_bytes_max": "Bytes. A prefix answer is cut here, other answers above it are "
     "refused. Raise it only with the clients' own receive limit (gRPC: 4 MiB unless set).",
     "cache.read_cache_bytes": "Bytes of memory for extents and encoded answers.",

@@ -651,6 +651,7 @@ class StorageConfig(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     HIGH_PERCENTAGE_FIELD_NUMBER: _builtins.int
     LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
     disabled: _builtins.bool
@@ -665,6 +666,8 @@ class StorageConfig(_message.Message):
     """Fraction of the capacity above which eviction begins; 0 = never."""
     low_percentage: _builtins.float
     """Where that eviction stops; 0 = 5 points below."""
+    health: _builtins.str
+    """In answers only: available, suspect (a probe failed, it is still used) or unavailable."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -693,10 +696,11 @@ class StorageConfig(_message.Message):
         capacity_bytes: _builtins.int | None = ...,
         high_percentage: _builtins.float | None = ...,
         low_percentage: _builtins.float | None = ...,
+        health: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
     _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015

@@ -659,6 +659,7 @@ class StorageConfig(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     HIGH_PERCENTAGE_FIELD_NUMBER: _builtins.int
     LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
     disabled: _builtins.bool
@@ -673,6 +674,8 @@ class StorageConfig(_message.Message):
     """Fraction of the capacity above which eviction begins; 0 = never."""
     low_percentage: _builtins.float
     """Where that eviction stops; 0 = 5 points below."""
+    health: _builtins.str
+    """In answers only: available, suspect (a probe failed, it is still used) or unavailable."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -701,10 +704,11 @@ class StorageConfig(_message.Message):
         capacity_bytes: _builtins.int | None = ...,
         high_percentage: _builtins.float | None = ...,
         low_percentage: _builtins.float | None = ...,
+        health: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
     _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015
@@ -1158,8 +1162,11 @@ class ReportCacheErrorRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOCATIONS_FIELD_NUMBER: _builtins.int
     KINDS_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     trace_id: _builtins.str
     instance_id: _builtins.str
+    reader: _builtins.str
+    """Who could not read, such as the host: storages that several readers cannot read rest a while."""
     @_builtins.property
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1185,10 +1192,11 @@ class ReportCacheErrorRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         locations: _abc.Iterable[Global___CacheLocation] | None = ...,
         kinds: _abc.Iterable[Global___CacheErrorKind.ValueType] | None = ...,
+        reader: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "instance_id", b"instance_id", "kinds", b"kinds", "locations", b"locations", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "instance_id", b"instance_id", "kinds", b"kinds", "locations", b"locations", "reader", b"reader", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

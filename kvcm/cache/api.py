@@ -127,11 +127,13 @@ class TrimRequest:
 class ReportRequest(KeysRequest):
     """ReportCacheError: one location a key, URI by spec name as a lookup answered them.
 
-    A location without a URI reports nothing. ``kinds``: one a key, or one for all.
+    A location without a URI reports nothing. ``kinds``: one a key, or one for all. ``reader``: who
+    could not read, such as a host; all without one count as the same.
     """
 
     locations: Sequence[Mapping[str, str]] = ()
     kinds: Sequence[int] = ()
+    reader: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Storages(Protocol):
 
     def available(self, name: str) -> bool: ...
 
+    def complain(self, name: str, reader: str) -> None: ...
+
 
 class _Block(NamedTuple):
     """A reported block whose location is current; ``at`` is its index in the request."""
@@ -89,8 +91,8 @@ class Reports:
         Raises:
             InstanceNotExist: unknown instance.
             InvalidArgument: too many keys, a number of locations or kinds that is not that of the
-                keys, a kind that is none, a spec that the instance has not, a URI of no storage;
-                nothing is changed.
+                keys, a kind that is none, a reader's name that is too long, a spec that the
+                instance has not, a URI of no storage; nothing is changed.
             NotReady: the index store failed; some of the blocks may be misses already.
         """
         index = self._context.instance(request.instance_id)
@@ -105,6 +107,11 @@ class Reports:
             raise InvalidArgument(
                 f"locations: {len(request.locations)} of them for {len(keys)} block_keys"
             )
+        if len(request.reader.encode()) > limits.READER_BYTES_MAX:
+            raise InvalidArgument(
+                f"reader: {len(request.reader.encode())} bytes, the limit is "
+                f"{limits.READER_BYTES_MAX}"
+            )
         outcomes = [ReportOutcome.NOTHING] * len(keys)
         by_kind: dict[ReportKind, list[_Block]] = {kind: [] for kind in ReportKind}
         for block in await self._find(index, keys, request.locations, outcomes):
@@ -117,6 +124,8 @@ class Reports:
             await _retire(index, [*missing, *believed], outcomes)
         finally:
             self._conclude(index, kinds, by_kind, outcomes)
+            for storage in _unreadable(by_kind, outcomes):
+                self._storages.complain(storage, request.reader)
         return ReportAnswer(outcomes)
 
     # ---- which blocks are meant --------------------------------------------------------------
@@ -329,6 +338,24 @@ def _kinds(given: Sequence[int], count: int) -> Sequence[ReportKind]:
     if len(given) != count:
         raise InvalidArgument(f"kinds: {len(given)} of them for {count} block_keys; one does, too")
     return [_KINDS[kind] for kind in given]
+
+
+def _unreadable(
+    by_kind: Mapping[ReportKind, Sequence[_Block]], outcomes: Sequence[ReportOutcome]
+) -> set[str]:
+    """Storages that the reader cannot use: what it does not see may be there for others. Of blocks
+    that are really missing the storage itself tells truly."""
+    blind = {
+        ReportKind.UNREACHABLE: ReportOutcome.ACCEPTED,
+        ReportKind.CORRUPT: ReportOutcome.ACCEPTED,
+        ReportKind.MISSING: ReportOutcome.NOT_VERIFIED,
+    }
+    return {
+        block.storage
+        for kind, outcome in blind.items()
+        for block in by_kind[kind]
+        if outcomes[block.at] is outcome
+    }
 
 
 def _refuse_foreign(index: InstanceIndex, at: int, uris: Uris) -> None:

@@ -230,6 +230,7 @@ def _from_file(file: FileOption) -> StorageConfig:
     # What `storage list --json` prints can be given back.
     check_known(StorageStatus, value, str(file))
     value.pop("unavailable_reason", None)
+    value.pop("health", None)
     if isinstance(value.get("type"), str):
         value["type"] = storage_type(value["type"])
     return entity(StorageConfig, value, str(file))
@@ -263,4 +264,4 @@ def _state(config: StorageStatus) -> str:
     if not config.enabled:
         return "disabled"
     reason = config.unavailable_reason
-    return f"unavailable: {reason}" if reason else "available"
+    return f"unavailable: {reason}" if reason else config.health or "available"

@@ -8,6 +8,7 @@ Keys are int64; when ``keys`` is empty the manager derives them from ``token_ids
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -296,6 +297,7 @@ def report_cache_error(
     locations: Sequence[Location | Mapping[str, str]] = (),
     kinds: ReportKind | Sequence[ReportKind] = ReportKind.MISSING,
     *,
+    reader: str | None = None,
     token_ids: Ints = (),
     trace_id: str = "",
     timeout: float | None = None,
@@ -309,6 +311,8 @@ def report_cache_error(
         locations: one a key, as it was answered, or URIs by name of the specs that failed; one
             without a URI reports nothing for its key.
         kinds: one a key, or one for all.
+        reader: who could not read; this host when left out. A storage that several readers cannot
+            read is left alone for a while.
 
     Raises:
         InvalidArgument: numbers that do not fit, an unknown spec, a URI of no storage.
@@ -322,6 +326,7 @@ def report_cache_error(
         token_ids=_ints(token_ids),
         locations=[_reported(location) for location in locations],
         kinds=[int(kinds)] if isinstance(kinds, ReportKind) else list(map(int, kinds)),
+        reader=socket.gethostname() if reader is None else reader,
     )
     return Call(_REPORT, request, _error_report, timeout)
 

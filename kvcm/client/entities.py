@@ -60,6 +60,7 @@ def storage_config(raw: pb.StorageConfig) -> StorageStatus:
         **{f.name: value for f, value in raw.ListFields() if f.name in StorageConfig.additions},
         enabled=not raw.disabled,
         unavailable_reason=raw.unavailable_reason,
+        health=raw.health,
     )
 
 

@@ -36,6 +36,9 @@ GRACE_S_MIN = 10.0
 ROOM_WAIT_S_DEFAULT = 0.05
 """A StartWrite that a limit cut waits so long for eviction, if eviction can help."""
 ROOM_WAIT_S_MAX = 5.0
+RAMP_S = 60.0
+"""A storage that has come back gets its fair share of the writes at most, and one more of them each
+time that so long has passed, until its free space gives it less."""
 PROBE_TIMEOUT_S_DEFAULT = 5.0
 """A probe of a storage that takes longer counts as hung."""
 PROBE_AGAIN_S = 1.0
@@ -44,6 +47,8 @@ PROBE_FAILURES_MAX = 2
 """So many failed probes in a row make a storage unavailable; fewer make it suspect."""
 PROBE_SUCCESSES_MIN = 2
 """So many good probes in a row bring an unavailable storage back."""
+READER_BYTES_MAX = 256
+"""Of a reader's name in a report."""
 BREAKER_READERS = 3
 """So many readers that cannot read a storage within the window take it out of use."""
 BREAKER_WINDOW_S = 60.0

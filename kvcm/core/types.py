@@ -166,9 +166,12 @@ class StorageConfig(Entity):
 
 
 class StorageStatus(StorageConfig):
-    """A storage as listed; ``unavailable_reason`` is empty while it can be used."""
+    """A storage as listed; ``unavailable_reason`` is empty while it can be used. ``health``:
+    available, suspect or unavailable, as its probes and readers tell; empty from a manager that
+    does not say."""
 
     unavailable_reason: str = ""
+    health: str = ""
 
 
 class QuotaConfig(Entity):

@@ -102,7 +102,8 @@ class AdminService:
             shown = call.response.storage.add()
             pb_entities.fill_storage(shown, config)
             shown.disabled = not config.enabled
-            shown.unavailable_reason = self._backends.detail(name)
+            shown.unavailable_reason = self._backends.unavailable_reason(name)
+            shown.health = self._backends.state(name).name.lower()
 
     # -- groups
 

@@ -154,10 +154,17 @@ class BackendSet:
             slot.begun = -math.inf
             self.wakeup.set()
 
-    def detail(self, name: str) -> str:
-        """Why the storage is not healthy; empty when it is."""
+    def state(self, name: str) -> HealthState:
+        """What probes and readers say."""
         slot = self._slots.get(name)
-        return slot.detail if slot is not None else "unknown storage"
+        return slot.state if slot is not None else HealthState.UNAVAILABLE
+
+    def unavailable_reason(self, name: str) -> str:
+        """Why the storage cannot be used; empty when it can, were it enabled."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return "unknown storage"
+        return slot.detail if slot.state is HealthState.UNAVAILABLE else ""
 
     async def open(self, view: RegistryView) -> None:
         """Open all storages of a view, each in its own time; failures are logged, and one that

@@ -34,6 +34,7 @@ from kvcm.server.meta_service import MetaService
 from kvcm.server.repair_metrics import RepairMetrics
 from kvcm.server.settings import Settings
 from kvcm.server.space_metrics import SpaceMetrics
+from kvcm.server.storage_metrics import StorageMetrics
 from kvcm.server.store_watch import StoreWatch
 from kvcm.server.supervisor import Supervisor
 
@@ -213,7 +214,8 @@ class Manager:
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
         )
         repair = [RepairMetrics(cache.repair)] if cache.repair is not None else []
-        metrics = prometheus.exposition(stats, cache.usage, *repair, SpaceMetrics(cache.space))
+        more = (*repair, SpaceMetrics(cache.space), StorageMetrics(backends.statuses))
+        metrics = prometheus.exposition(stats, cache.usage, *more)
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
         http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
         admin_http = self._bind_http(

@@ -123,6 +123,7 @@ def report_request(call: AnyCall) -> ReportRequest:
         form=call.form,
         locations=_Locations(message.locations),
         kinds=message.kinds,
+        reader=message.reader,
     )
 
 

@@ -571,6 +571,7 @@ class Harness:
         locations: Sequence[Mapping[str, str]],
         *kinds: ReportKind,
         instance_id: str = "i1",
+        reader: str = "",
     ) -> list[ReportOutcome]:
         """ReportCacheError; everything is missing by default."""
         answer = await self.manager.report(
@@ -579,6 +580,7 @@ class Harness:
                 KeyBatch.from_ints(keys),
                 locations=locations,
                 kinds=kinds or (ReportKind.MISSING,),
+                reader=reader,
             )
         )
         return list(answer.outcomes)

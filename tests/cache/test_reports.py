@@ -397,6 +397,43 @@ async def test_a_report_names_so_many_keys_at_most(
         await harness.report([*KEYS, 99], [*found, {}], UNREACHABLE)
 
 
+async def test_a_readers_name_has_so_many_bytes_at_most(harness: Harness) -> None:
+    await harness.put(KEYS)
+    found = uris(await harness.lookup(KEYS))
+    name = "é" * (limits.READER_BYTES_MAX // 2)
+    assert await harness.report(KEYS, found, UNREACHABLE, reader=name) == [ACCEPTED] * 7
+    with pytest.raises(InvalidArgument, match="reader: 257 bytes, the limit is 256"):
+        await harness.report(KEYS, found, UNREACHABLE, reader=name + "x")
+
+
+@pytest.mark.parametrize("kind", [UNREACHABLE, CORRUPT, MISSING])
+async def test_a_storage_that_several_readers_cannot_read_rests_and_comes_back(
+    harness: Harness, kind: ReportKind
+) -> None:
+    await harness.put(KEYS)
+    found = uris(await harness.lookup(KEYS))
+    for _ in range(5):
+        # One host whose own mount is gone, however many blocks it reports.
+        await harness.report(KEYS[:1], found[:1], UNREACHABLE, reader="one")
+    assert await harness.hits(KEYS) == 7
+    await harness.report(KEYS[5:6], found[5:6], kind, reader="two")
+    await harness.report(KEYS[6:], found[6:], kind, reader="three")
+    assert await harness.hits(KEYS) == 0
+    await harness.wait(limits.BREAKER_OPEN_S)
+    await harness.backends.run_once(0)
+    assert await harness.hits(KEYS) == (5 if kind is CORRUPT else 7)
+
+
+async def test_blocks_that_are_really_missing_condemn_no_storage(harness: Harness) -> None:
+    await harness.put(KEYS)
+    found = await harness.lookup(KEYS)
+    for at, reader in ((6, "one"), (3, "two"), (0, "three")):
+        unlink(found[at])
+        await harness.report([KEYS[at]], uris([found[at]]), MISSING, reader=reader)
+    assert [status.breaker_open for status in harness.backends.statuses()] == [False]
+    assert await harness.hits(KEYS) == 0
+
+
 FOREIGN = "file://elsewhere/x?size=1"
 
 

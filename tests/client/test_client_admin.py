@@ -94,9 +94,11 @@ async def test_storages_go_there_and_come_back(manager: StandIn, driver: Driver)
     assert added.storage.nfs.root_path == "/tmp/nfs/"
     added.storage.disabled = True
     added.storage.unavailable_reason = "root is gone"
+    added.storage.health = "unavailable"
     manager.answers("ListStorage", storage=[added.storage])
     (listed,) = await driver.call("list_storage")
     shown = {**NFS.model_dump(), "enabled": False, "unavailable_reason": "root is gone"}
+    shown["health"] = "unavailable"
     assert listed == StorageStatus(**shown)
 
 

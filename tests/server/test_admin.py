@@ -68,7 +68,10 @@ class Admin:
         return message
 
     async def storages(self) -> dict[str, Any]:
-        return {s["global_unique_name"]: s for s in (await self("listStorage"))["storage"]}
+        """What is stored of each one, all of them in good health."""
+        shown = (await self("listStorage"))["storage"]
+        assert {storage.pop("health") for storage in shown} <= {"available"}
+        return {storage["global_unique_name"]: storage for storage in shown}
 
 
 @pytest.fixture

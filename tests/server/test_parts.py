@@ -126,7 +126,7 @@ async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> N
     assert storages.set.available("a")
     assert not storages.set.available("b")
     assert storages.set.get("b") is not None  # its addresses are known all the same
-    assert "no such device" in storages.set.detail("b")
+    assert "no such device" in storages.set.unavailable_reason("b")
     storages.broken.clear()
     await storages.set.run_once(0)
     assert storages.set.available("b")
@@ -148,7 +148,7 @@ async def test_a_failed_probe_makes_a_storage_unavailable_until_one_succeeds() -
     assert not storages.set.available("a")
     await storages.set.run_once(0)
     assert storages.set.available("a")
-    assert storages.set.detail("a") == ""
+    assert storages.set.unavailable_reason("a") == ""
     await storages.set.close()
 
 
@@ -171,7 +171,7 @@ async def test_a_storage_that_several_readers_cannot_read_is_left_alone_for_a_wh
     assert storages.set.available("a")
     storages.set.complain("a", "three")
     assert not storages.set.available("a")
-    assert "3 readers" in storages.set.detail("a")
+    assert "3 readers" in storages.set.unavailable_reason("a")
     await storages.set.run_once(0)
     assert not storages.set.available("a")
     storages.clock.advance(limits.BREAKER_OPEN_S)
