@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvcm.core.limits import BLOCKS_PER_EXTENT_MAX
+from kvcm.core.limits import BLOCKS_PER_EXTENT_MAX, RAMP_S
 from kvcm.core.quota import UNLIMITED
 from kvcm.core.types import CachePreferStrategy, StorageType
 
@@ -16,23 +18,36 @@ _PREFERRED = {
     5: StorageType.TAIRMEMPOOL,
     7: StorageType.VCNS_HF3FS,
 }
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A storage that could take the write. ``type_room``: bytes left of the group's quota for its
-    type; ``own_room``: bytes left of its own capacity."""
+    """A storage that could take the write, in bytes.
+
+    ``type_room``: left of the group's quota for its type; ``own_room``: left of its own capacity;
+    ``disk_free``: free on the storage itself, None when it does not tell. ``age_s``: seconds since
+    it came back, infinite when it was never away.
+    """
 
     name: str
     type: StorageType
-    used: int
-    type_room: int
-    own_room: int
+    type_room: int = UNLIMITED
+    own_room: int = UNLIMITED
+    disk_free: int | None = None
+    age_s: float = math.inf
 
     @property
     def room(self) -> int:
-        """Bytes it can take."""
+        """What the limits let it take."""
         return min(self.type_room, self.own_room)
+
+    @property
+    def free(self) -> int | None:
+        """What it has free to fill, whoever fills it; None when nobody knows."""
+        if self.disk_free is not None:
+            return min(self.disk_free, self.own_room)
+        return self.own_room if self.own_room < UNLIMITED // 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +70,64 @@ class Grant:
 
 
 def choose(
-    candidates: Sequence[Candidate], strategy: CachePreferStrategy, needed: int
+    candidates: Sequence[Candidate], strategy: CachePreferStrategy, needed: int, turn: float
 ) -> Candidate | None:
-    """The storage for a write of ``needed`` bytes.
+    """The storage for a write of ``needed`` bytes; None when the strategy allows none.
 
-    Candidates of the strategy's type come first (ALWAYS_x: they alone); within a type the least
-    used one. The first with room for everything wins, else the one with the most room.
+    Candidates with room for everything come first, then those that only lack free bytes (quotas
+    and eviction own the limits, and free bytes are as old as the last probe), then those with the
+    most room. Of these the strategy's type is taken (ALWAYS_x: it alone), else the type of the
+    first candidate. Within the type ``turn`` decides, in proportion to free space.
+
+    Args:
+        turn: in [0, 1). Spread evenly over many calls, each storage gets its share (`shares`).
     """
     preferred = _PREFERRED.get(strategy - 1 + strategy % 2)
     only = strategy % 2 == 1
     usable = [c for c in candidates if not only or c.type == preferred]
-    if not usable:
-        return None
-    first_seen = {c.type: -i for i, c in reversed(list(enumerate(usable)))}
-    ordered = sorted(usable, key=lambda c: (c.type != preferred, -first_seen[c.type], c.used))
-    for candidate in ordered:
-        if candidate.room >= needed:
-            return candidate
-    return max(ordered, key=lambda c: c.room)
+    if len(usable) < 2:
+        return usable[0] if usable else None
+    best = [c for c in usable if c.room >= needed]
+    if best:
+        best = [c for c in best if c.disk_free is None or c.disk_free >= needed] or best
+    else:
+        most = max(c.room for c in usable)
+        best = [c for c in usable if c.room == most]
+    order = [c.type for c in usable]
+    first = min((c.type for c in best), key=lambda t: (t != preferred, order.index(t)))
+    best = [c for c in best if c.type == first]
+    if len(best) == 1:
+        return best[0]
+    ends = list(accumulate(shares(best)))
+    return best[min(bisect_right(ends, turn * ends[-1]), len(best) - 1)]
+
+
+def shares(candidates: Sequence[Candidate]) -> list[float]:
+    """Which fraction of the writes each is to get: in proportion to its free bytes.
+
+    One whose free bytes nobody knows counts as the mean of the others. One that came back lately
+    gets no more than if it were (1 + age / RAMP_S) times as free as the mean of the others, so at
+    first its fair share at most: a storage that comes back empty is not flooded.
+    """
+    known = [c.free for c in candidates if c.free is not None]
+    mean = sum(known) // len(known) if known else 1
+    weights = [max(1, mean if c.free is None else c.free) for c in candidates]
+    others = len(candidates) - 1
+    caps = [1 / (1 + others / (1 + max(0.0, c.age_s) / RAMP_S)) for c in candidates]
+    # What a cap takes from one goes to the others, so whoever exceeds his cap most comes first.
+    # The caps add up to 1 or more, so nothing is left over.
+    left, total = 1.0, sum(weights)
+    result = [0.0] * len(candidates)
+    for i in sorted(range(len(candidates)), key=lambda i: caps[i] / weights[i]):
+        result[i] = min(caps[i], left * weights[i] / total)
+        left -= result[i]
+        total -= weights[i]
+    return result
+
+
+def next_turn(turn: float) -> float:
+    """The turn after this one: steps of the golden ratio spread evenly, however many are made."""
+    return (turn + _GOLDEN) % 1.0
 
 
 def grant(sizes: Sequence[int], rooms: Sequence[Room]) -> Grant:

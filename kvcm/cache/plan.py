@@ -41,7 +41,8 @@ class Plan:
 
     ``refusal``: a limit lets nothing through. ``wants``: room that eviction could make for what was
     cut or refused; ``fits`` tells whether it is there. ``crosses``: the grant takes usage over a
-    mark. ``verdict``: what admission found of the ``missing`` blocks, if it was asked.
+    mark. ``verdict``: what admission found of the ``missing`` blocks, if it was asked. ``turn``:
+    picks among storages that are equally good.
     """
 
     keys: array[int]
@@ -56,6 +57,7 @@ class Plan:
     crosses: bool = False
     verdict: Verdict | None = None
     missing: int = 0
+    turn: float = 0.0
 
     @property
     def entries(self) -> list[Entry]:
@@ -80,6 +82,7 @@ class Planner:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._turn = 0.0
 
     async def plan(
         self,
@@ -99,6 +102,7 @@ class Planner:
             InstanceNotExist: it was removed meanwhile.
             Unavailable, OutcomeUnknown, StaleFence: the index store.
         """
+        turn = self._turn = placement.next_turn(self._turn)
         for _ in range(_SCAN_TRIES):
             scan = Scan(index, keys, raw)
             for start, end in _stretches(needed, len(keys)):
@@ -107,7 +111,7 @@ class Planner:
             if index.closed:
                 name = index.instance.instance_id[:200]
                 raise InstanceNotExist(f"instance {name!r} does not exist")
-            plan = _first_plan(scan, keys, needed)
+            plan = _first_plan(scan, keys, needed, turn)
             if verdict is None and plan.granted and self._context.admission.judges(index):
                 verdict = await self._judge(index, plan)
             if scan.intact():
@@ -120,7 +124,7 @@ class Planner:
     async def _judge(self, index: InstanceIndex, plan: Plan) -> Verdict | None:
         group = self._group(index)
         sizes = _sizes(index, plan)
-        chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
+        chosen = self._choose(index, group, sum(sizes), plan.turn)
         if chosen is None:
             return None
         limits = room.limits_of(index, group, chosen.name, self._context.storage_of(chosen.name))
@@ -150,7 +154,7 @@ class Planner:
             if not plan.granted:
                 return
         sizes = _sizes(index, plan)
-        chosen = placement.choose(self._candidates(index, group), _strategy(group), sum(sizes))
+        chosen = self._choose(index, group, sum(sizes), plan.turn)
         if chosen is None:
             plan.refusal = NoStorage(
                 f"no storage of group {group.name!r} can take the write", reason="NO_STORAGE"
@@ -187,21 +191,24 @@ class Planner:
             raise NotReady(f"instance group {index.group!r} is not there")
         return group
 
-    def _candidates(self, index: InstanceIndex, group: InstanceGroup) -> list[Candidate]:
-        return [
+    def _choose(
+        self, index: InstanceIndex, group: InstanceGroup, size: int, turn: float
+    ) -> Candidate | None:
+        candidates = [
             room.candidate(index, group, name, self._context.storage_of(name))
             for name in group.storage_candidates
             if index.shared.storages.available(name)
         ]
+        return placement.choose(candidates, _strategy(group), size, turn)
 
 
-def _first_plan(scan: Scan, keys: array[int], needed: list[int]) -> Plan:
+def _first_plan(scan: Scan, keys: array[int], needed: list[int], turn: float) -> Plan:
     """Everything that is missing is granted, as far as this goes."""
     missing = scan.missing(0, len(keys))
     if len(set(map(keys.__getitem__, missing))) < len(missing):
         # A key twice in one request is granted once.
         missing = sorted({keys[i]: i for i in reversed(missing)}.values())
-    return Plan(keys, needed, scan, missing, "", "", missing=len(missing))
+    return Plan(keys, needed, scan, missing, "", "", missing=len(missing), turn=turn)
 
 
 _LIMIT_TEXT = {

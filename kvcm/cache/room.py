@@ -80,7 +80,15 @@ def candidate(
 ) -> Candidate:
     """A storage as placement sees it."""
     _, of_type, own, _ = limits_of(index, group, name, config)
-    return Candidate(name, index.shared.type_of(name), own.used + own.trash, of_type.left, own.left)
+    storages = index.shared.storages
+    return Candidate(
+        name,
+        index.shared.type_of(name),
+        of_type.left,
+        own.left,
+        storages.free_bytes(name),
+        storages.available_for_s(name),
+    )
 
 
 def rooms(limits: Sequence[Limit]) -> list[Room]:

@@ -37,8 +37,8 @@ ROOM_WAIT_S_DEFAULT = 0.05
 """A StartWrite that a limit cut waits so long for eviction, if eviction can help."""
 ROOM_WAIT_S_MAX = 5.0
 RAMP_S = 60.0
-"""A storage that has come back gets its fair share of the writes at most, and one more of them each
-time that so long has passed, until its free space gives it less."""
+"""A storage that has just come back counts as no freer than the mean of the others, and as one more
+mean each time that so long has passed."""
 PROBE_TIMEOUT_S_DEFAULT = 5.0
 """A probe of a storage that takes longer counts as hung."""
 PROBE_AGAIN_S = 1.0

@@ -38,3 +38,9 @@ class StorageSet(Protocol):
 
     def available(self, name: str) -> bool:
         """Enabled, opened and healthy."""
+
+    def free_bytes(self, name: str) -> int | None:
+        """Free on the storage itself, lately; None when it does not tell."""
+
+    def available_for_s(self, name: str) -> float:
+        """Seconds since the storage came back; infinite when it was never away."""

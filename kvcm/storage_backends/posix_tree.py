@@ -113,7 +113,8 @@ def require_folder(path: str) -> None:
 
 
 def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
-    """Write, sync, read back, compare and unlink one small file right below the root."""
+    """Write, sync, read back, compare and unlink one small file right below the root; see what is
+    free there for users without privileges."""
     path = f"{root}/{name}"
     try:
         fd = os.open(path, _NEW_FILE)
@@ -125,13 +126,14 @@ def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
                 os.close(fd)
             with open(path, "rb") as file:
                 same = file.read() == content
+                space = os.fstatvfs(file.fileno())
         finally:
             os.unlink(path)
     except OSError as error:
         return ProbeResult(False, f"probe of {root!r} failed: {error.strerror or error}")
     if not same:
         return ProbeResult(False, f"probe of {root!r} read back other bytes than it wrote")
-    return ProbeResult(True)
+    return ProbeResult(True, free_bytes=space.f_bavail * space.f_frsize)
 
 
 def for_each_file(
