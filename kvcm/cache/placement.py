@@ -93,9 +93,10 @@ def choose(
     else:
         most = max(c.room for c in usable)
         best = [c for c in usable if c.room == most]
-    order = [c.type for c in usable]
-    first = min((c.type for c in best), key=lambda t: (t != preferred, order.index(t)))
-    best = [c for c in best if c.type == first]
+    types = {c.type for c in best}
+    if len(types) > 1:
+        first = preferred if preferred in types else next(c.type for c in usable if c.type in types)
+        best = [c for c in best if c.type == first]
     if len(best) == 1:
         return best[0]
     ends = list(accumulate(shares(best)))
@@ -109,14 +110,18 @@ def shares(candidates: Sequence[Candidate]) -> list[float]:
     gets no more than if it were (1 + age / RAMP_S) times as free as the mean of the others, so at
     first its fair share at most: a storage that comes back empty is not flooded.
     """
-    known = [c.free for c in candidates if c.free is not None]
+    free = [c.free for c in candidates]
+    known = [f for f in free if f is not None]
     mean = sum(known) // len(known) if known else 1
-    weights = [max(1, mean if c.free is None else c.free) for c in candidates]
+    weights = [max(1, mean if f is None else f) for f in free]
+    total = sum(weights)
+    if all(c.age_s == math.inf for c in candidates):
+        return [weight / total for weight in weights]
     others = len(candidates) - 1
     caps = [1 / (1 + others / (1 + max(0.0, c.age_s) / RAMP_S)) for c in candidates]
     # What a cap takes from one goes to the others, so whoever exceeds his cap most comes first.
     # The caps add up to 1 or more, so nothing is left over.
-    left, total = 1.0, sum(weights)
+    left = 1.0
     result = [0.0] * len(candidates)
     for i in sorted(range(len(candidates)), key=lambda i: caps[i] / weights[i]):
         result[i] = min(caps[i], left * weights[i] / total)

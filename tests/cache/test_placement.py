@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvcm.cache.placement import Candidate, choose, next_turn, shares
+from kvcm.cache.placement import Candidate, Grant, choose, grant, next_turn, shares
 from kvcm.core.errors import CapacityReached, NoStorage
-from kvcm.core.limits import PROBE_FAILURES_MAX, PROBE_SUCCESSES_MIN, RAMP_S
+from kvcm.core.limits import BLOCKS_PER_EXTENT_MAX, PROBE_FAILURES_MAX, PROBE_SUCCESSES_MIN, RAMP_S
 from kvcm.core.types import CachePreferStrategy, InstanceGroup, StorageType
 from kvcm.storage_backends.base import DataStorageBackend, ProbeResult
 from tests.cache.harness import SLOT, Harness, file_of, group
@@ -109,6 +109,12 @@ def test_within_a_type_turns_are_given_in_proportion_to_free_space(
 ) -> None:
     turns = [(i + 0.5) / 10 for i in range(10)]
     assert "".join(name_of(choose(candidates, ANY, 100, turn)) for turn in turns) == expected
+
+
+def test_one_write_is_granted_as_many_blocks_as_an_extent_holds() -> None:
+    sizes = [1] * (BLOCKS_PER_EXTENT_MAX + 1)
+    assert grant(sizes[1:], []) == Grant(BLOCKS_PER_EXTENT_MAX, "")
+    assert grant(sizes, []) == Grant(BLOCKS_PER_EXTENT_MAX, "EXTENT_SIZE", ("EXTENT_SIZE",))
 
 
 # ---- the ramp ----------------------------------------------------------------------------------
@@ -207,8 +213,8 @@ async def writes(h: Harness, keys: Sequence[int], pause_s: float = 0.0) -> Count
     """How many of these writes, of one key each, went to each storage."""
     got: Counter[str] = Counter()
     for key in keys:
-        grant = await h.start([key])
-        got[storage_of(h, grant.locations[0].uris["tp0"])] += 1
+        granted = await h.start([key])
+        got[storage_of(h, granted.locations[0].uris["tp0"])] += 1
         h.clock.advance(pause_s)
     return got
 
@@ -337,6 +343,6 @@ def preferring(made: InstanceGroup, strategy: CachePreferStrategy) -> InstanceGr
 
 async def types_of(h: Harness, strategy: CachePreferStrategy, keys: Sequence[int]) -> set[int]:
     """Types of the storages that a write of these keys went to; all of it was granted."""
-    grant = await h.start(list(keys), strategy.name)
-    assert grant.granted == list(keys)
-    return {location.type for location in grant.locations}
+    granted = await h.start(list(keys), strategy.name)
+    assert granted.granted == list(keys)
+    return {location.type for location in granted.locations}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcm.core import limits
 from kvcm.core.errors import ConfigError
 from kvcm.server.settings import known_keys, load, nearest, to_dict, to_toml, without_secrets
 
@@ -122,6 +123,20 @@ def test_wrong_values_name_key_and_source(
     flags: dict[str, object], environ: dict[str, str], says: str
 ) -> None:
     assert says in refusal(flags, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("key", "most", "more"),
+    [
+        ("cache.room_wait_s", limits.ROOM_WAIT_S_MAX, limits.ROOM_WAIT_S_MAX + 0.001),
+        ("cache.shards_max", limits.SHARDS_MAX, 2 * limits.SHARDS_MAX),
+        ("repair.scrub_per_second", limits.SCRUB_PER_SECOND_MAX, limits.SCRUB_PER_SECOND_MAX + 1),
+    ],
+)
+def test_a_setting_may_be_at_its_limit_and_not_above(key: str, most: float, more: float) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(load({key: most}, environ={}), section), name) == most
+    assert key in refusal({key: more})
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:

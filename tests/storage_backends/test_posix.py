@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from kvcm.core.limits import (
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.core.uri import parse_uri
 from kvcm.storage_backends import posix_tree
-from kvcm.storage_backends.base import DataStorageBackend, ExtentName, SpecSlots
+from kvcm.storage_backends.base import DataStorageBackend, ExtentName, ProbeResult, SpecSlots
 from kvcm.storage_backends.factory import validate_config
 from kvcm.storage_backends.posix_names import (
     check_keys_per_file,
@@ -425,6 +426,16 @@ async def test_probe_leaves_nothing_behind_and_notices_other_bytes(
     monkeypatch.setattr(posix_tree.os, "write", lambda fd, data: len(data))
     assert not (await backend.probe()).available
     assert os.listdir(tmp_path / "root") == []
+
+
+async def test_a_probe_tells_what_is_free_for_users_without_privileges(
+    make_backend: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend()
+    await backend.open()
+    space = SimpleNamespace(f_bavail=3, f_bfree=7, f_bsize=1 << 20, f_frsize=4096)
+    monkeypatch.setattr(posix_tree.os, "fstatvfs", lambda fd: space)
+    assert await backend.probe() == ProbeResult(True, free_bytes=3 * 4096)
 
 
 async def test_nothing_blocking_works_before_open_or_after_close(make_backend: Make) -> None:
