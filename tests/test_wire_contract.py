@@ -60,7 +60,7 @@ RemoveCacheRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_ids:4 
 """
 MESSAGES_META = """
 CommonResponseHeader{status:1 Status, request_id:2 s, tracer_result:3 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
 RegisterInstanceResponse{header:1 CommonResponseHeader, storage_configs:2 s}
 GetInstanceInfoResponse{header:1 CommonResponseHeader, instance_group:2 s, instance_info:3 InstanceInfo}
 GetCacheLocationRequest{trace_id:1, instance_id:2, query_type:3 QueryType, block_keys:4 rep i64, token_ids:5 rep i64, block_mask:6 BlockMask, sw_size:7 i32, location_spec_names:8 rep s, features:100 u32}
@@ -74,7 +74,7 @@ ReportCacheErrorResponse{header:1 CommonResponseHeader, outcomes:2 rep CacheErro
 """
 MESSAGES_ADMIN = """
 CommonResponseHeader{status:1 Status, request_id:2 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
 AddStorageRequest{trace_id:1, storage:2 StorageConfig}
 EnableStorageRequest{trace_id:1, storage_unique_name:2}
 DisableStorageRequest{trace_id:1, storage_unique_name:2}

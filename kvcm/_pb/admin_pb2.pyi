@@ -652,6 +652,7 @@ class StorageConfig(_message.Message):
     HIGH_PERCENTAGE_FIELD_NUMBER: _builtins.int
     LOW_PERCENTAGE_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    UNWRITABLE_REASON_FIELD_NUMBER: _builtins.int
     global_unique_name: _builtins.str
     check_storage_available_when_open: _builtins.bool
     disabled: _builtins.bool
@@ -668,6 +669,8 @@ class StorageConfig(_message.Message):
     """Where that eviction stops; 0 = 5 points below."""
     health: _builtins.str
     """In answers only: available, suspect (a probe failed, it is still used) or unavailable."""
+    unwritable_reason: _builtins.str
+    """In answers only: why it takes no writes though it can be read, such as that it is full."""
     @_builtins.property
     def local(self) -> Global___LocalStorageSpec: ...
     @_builtins.property
@@ -697,10 +700,11 @@ class StorageConfig(_message.Message):
         high_percentage: _builtins.float | None = ...,
         low_percentage: _builtins.float | None = ...,
         health: _builtins.str = ...,
+        unwritable_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "unwritable_reason", b"unwritable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
     _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015

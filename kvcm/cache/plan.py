@@ -197,7 +197,7 @@ class Planner:
         candidates = [
             room.candidate(index, group, name, self._context.storage_of(name))
             for name in group.storage_candidates
-            if index.shared.storages.available(name)
+            if index.shared.storages.writable(name)
         ]
         return placement.choose(candidates, _strategy(group), size, turn)
 

@@ -231,6 +231,7 @@ def _from_file(file: FileOption) -> StorageConfig:
     check_known(StorageStatus, value, str(file))
     value.pop("unavailable_reason", None)
     value.pop("health", None)
+    value.pop("unwritable_reason", None)
     if isinstance(value.get("type"), str):
         value["type"] = storage_type(value["type"])
     return entity(StorageConfig, value, str(file))
@@ -264,4 +265,8 @@ def _state(config: StorageStatus) -> str:
     if not config.enabled:
         return "disabled"
     reason = config.unavailable_reason
-    return f"unavailable: {reason}" if reason else config.health or "available"
+    if reason:
+        return f"unavailable: {reason}"
+    if config.unwritable_reason:
+        return f"only readable: {config.unwritable_reason}"
+    return config.health or "available"

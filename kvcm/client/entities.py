@@ -61,6 +61,7 @@ def storage_config(raw: pb.StorageConfig) -> StorageStatus:
         enabled=not raw.disabled,
         unavailable_reason=raw.unavailable_reason,
         health=raw.health,
+        unwritable_reason=raw.unwritable_reason,
     )
 
 

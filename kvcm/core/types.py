@@ -168,10 +168,11 @@ class StorageConfig(Entity):
 class StorageStatus(StorageConfig):
     """A storage as listed; ``unavailable_reason`` is empty while it can be used. ``health``:
     available, suspect or unavailable, as its probes and readers tell; empty from a manager that
-    does not say."""
+    does not say. ``unwritable_reason``: why it takes no writes though it can be read."""
 
     unavailable_reason: str = ""
     health: str = ""
+    unwritable_reason: str = ""
 
 
 class QuotaConfig(Entity):

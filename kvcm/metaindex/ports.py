@@ -39,6 +39,9 @@ class StorageSet(Protocol):
     def available(self, name: str) -> bool:
         """Enabled, opened and healthy."""
 
+    def writable(self, name: str) -> bool:
+        """Available, and it takes writes: not full, not read-only."""
+
     def free_bytes(self, name: str) -> int | None:
         """Free on the storage itself, lately; None when it does not tell."""
 

@@ -103,6 +103,7 @@ class AdminService:
             pb_entities.fill_storage(shown, config)
             shown.disabled = not config.enabled
             shown.unavailable_reason = self._backends.unavailable_reason(name)
+            shown.unwritable_reason = self._backends.unwritable(name)
             shown.health = self._backends.state(name).name.lower()
 
     # -- groups

@@ -35,6 +35,7 @@ class _Slot:
     """What probes and readers say together."""
     detail: str = "not opened yet"
     free_bytes: int | None = None
+    unwritable: str = ""
     since: float | None = None
     """When it came back; None when it has been there since the set was opened."""
     work: asyncio.Task[None] | None = None
@@ -54,6 +55,7 @@ class StorageHealth:
     state: HealthState
     detail: str
     free_bytes: int | None
+    unwritable: str
     breaker_open: bool
     probes: Counter[bool]
     changes: Counter[HealthState]
@@ -113,6 +115,15 @@ class BackendSet:
             slot is not None and slot.state is not HealthState.UNAVAILABLE and slot.config.enabled
         )
 
+    def writable(self, name: str) -> bool:
+        """Available, and not full or read-only."""
+        return self.available(name) and not self._slots[name].unwritable
+
+    def unwritable(self, name: str) -> str:
+        """Why the storage takes no writes though it may be read; empty when it does."""
+        slot = self._slots.get(name)
+        return slot.unwritable if slot is not None else ""
+
     def free_bytes(self, name: str) -> int | None:
         """Free on the storage itself at its last probe; None when it does not tell."""
         slot = self._slots.get(name)
@@ -134,6 +145,7 @@ class BackendSet:
                 slot.state,
                 slot.detail,
                 slot.free_bytes,
+                slot.unwritable,
                 slot.breaker.is_open(now),
                 slot.probes,
                 slot.changes,
@@ -296,12 +308,21 @@ class BackendSet:
         slot.probes[result.available] += 1
         if result.available:
             slot.free_bytes = result.free_bytes
+            self._set_unwritable(slot, result.unwritable)
             slot.health = health.succeeded(slot.health)
             usable = slot.health.usable
             self._judge(slot, "" if usable else "its probes succeed again, not yet often enough")
         else:
             slot.health = health.failed(slot.health)
             self._judge(slot, result.detail)
+
+    def _set_unwritable(self, slot: _Slot, reason: str) -> None:
+        name = slot.config.global_unique_name
+        if reason and reason != slot.unwritable:
+            log.warning("storage %r takes no writes: %s", name, reason)
+        elif slot.unwritable and not reason:
+            log.info("storage %r takes writes again", name)
+        slot.unwritable = reason
 
     def _judge(self, slot: _Slot, detail: str) -> None:
         """Conclude the state from probes and readers."""

@@ -42,6 +42,11 @@ class StorageMetrics(Collector):
             "1 while a storage is left alone because several readers could not read it.",
             labels=["storage"],
         )
+        writable = GaugeMetricFamily(
+            "kvcm_storage_writable",
+            "0 while a storage is full or read-only, though it can be read.",
+            labels=["storage"],
+        )
         for status in self._statuses():
             name = status.config.global_unique_name
             shown = status.state.name.lower() if status.config.enabled else "disabled"
@@ -54,5 +59,6 @@ class StorageMetrics(Collector):
                 probes.add_metric([name, "good" if good else "bad"], status.probes[good])
             if status.free_bytes is not None:
                 free.add_metric([name], status.free_bytes)
+            writable.add_metric([name], float(not status.unwritable))
             breaker.add_metric([name], float(status.breaker_open))
-        yield from (state, changes, probes, free, breaker)
+        yield from (state, changes, probes, free, writable, breaker)

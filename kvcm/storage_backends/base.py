@@ -41,11 +41,14 @@ class Capability(Flag):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Health of a storage. ``free_bytes``: left on it; None when it does not tell."""
+    """Health of a storage. ``free_bytes``: left on it; None when it does not tell. ``unwritable``:
+    why it takes no writes now though it can be read, such as that it is full; empty when it does.
+    """
 
     available: bool
     detail: str = ""
     free_bytes: int | None = None
+    unwritable: str = ""
 
 
 class FoundObject(NamedTuple):

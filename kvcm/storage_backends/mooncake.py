@@ -84,10 +84,11 @@ class MooncakeBackend:
     async def _probe(self) -> ProbeResult:
         key = names_of.PROBE_PREFIX + self._clock.random_bytes(12).hex()
         try:
-            await self._running().call("probe", key, self._clock.random_bytes(PROBE_BYTES))
+            content = self._clock.random_bytes(PROBE_BYTES)
+            unwritable = await self._running().call("probe", key, content)
         except StorageError as error:
             return ProbeResult(False, str(error))
-        return ProbeResult(True)
+        return ProbeResult(True, unwritable=unwritable)
 
     def place(self, extent: ExtentName, specs: Sequence[SpecSlots]) -> bytes:
         """Raises InvalidArgument for names that are not tokens."""

@@ -52,12 +52,19 @@ class Worker:
         except Failed as error:
             return str(error), None
 
-    def probe(self, key: str, content: bytes) -> None:
-        """Put, get, compare and remove a key. Not pinned: one left behind is evicted in time."""
+    def probe(self, key: str, content: bytes) -> str:
+        """Put, get, compare and remove a key. Not pinned: one left behind is evicted in time.
+
+        Returns:
+            Why nothing can be put though the master answers; empty when all went well.
+        """
         where = ctypes.addressof(self._memory)
         ctypes.memmove(where, content, len(content))
         ctypes.memset(where + PROBE_BYTES, 0, PROBE_BYTES)
-        self._check("put", self._store.batch_put_from([key], [where], [len(content)]))
+        codes: list[int] = self._store.batch_put_from([key], [where], [len(content)])
+        if codes == [mooncake.NO_SPACE]:
+            return mooncake.meaning(mooncake.NO_SPACE)
+        self._check("put", codes)
         sizes = self._store.batch_get_into([key], [where + PROBE_BYTES], [len(content)])
         self._check("get", sizes)
         read = self._memory.raw[PROBE_BYTES : PROBE_BYTES + len(content)]
@@ -65,6 +72,7 @@ class Worker:
         self._check("remove", self._store.batch_remove([key], True))
         if sizes != [len(content)] or read != content:
             raise Failed("a probe read other bytes than it wrote")
+        return ""
 
     def delete(self, keys: Sequence[str]) -> list[int]:
         """A result code a key. Never by force: the master refuses while a reader holds a lease,

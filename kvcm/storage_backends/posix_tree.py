@@ -18,6 +18,7 @@ from kvcm.storage_backends.posix_names import FOLDERS, ObjectPath, is_block_file
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _INNER_FOLDER = _FOLDER | os.O_NOFOLLOW
+_NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -114,7 +115,7 @@ def require_folder(path: str) -> None:
 
 def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
     """Write, sync, read back, compare and unlink one small file right below the root; see what is
-    free there for users without privileges."""
+    free there for users without privileges. A file system that is full or read-only can be read."""
     path = f"{root}/{name}"
     try:
         fd = os.open(path, _NEW_FILE)
@@ -130,7 +131,11 @@ def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
         finally:
             os.unlink(path)
     except OSError as error:
-        return ProbeResult(False, f"probe of {root!r} failed: {error.strerror or error}")
+        detail = f"probe of {root!r} failed: {error.strerror or error}"
+        if error.errno in _NO_WRITES:
+            # What lies there is as good as ever.
+            return ProbeResult(True, free_bytes=0, unwritable=detail)
+        return ProbeResult(False, detail)
     if not same:
         return ProbeResult(False, f"probe of {root!r} read back other bytes than it wrote")
     return ProbeResult(True, free_bytes=space.f_bavail * space.f_frsize)

@@ -95,10 +95,11 @@ async def test_storages_go_there_and_come_back(manager: StandIn, driver: Driver)
     added.storage.disabled = True
     added.storage.unavailable_reason = "root is gone"
     added.storage.health = "unavailable"
+    added.storage.unwritable_reason = "it is full"
     manager.answers("ListStorage", storage=[added.storage])
     (listed,) = await driver.call("list_storage")
     shown = {**NFS.model_dump(), "enabled": False, "unavailable_reason": "root is gone"}
-    shown["health"] = "unavailable"
+    shown |= {"health": "unavailable", "unwritable_reason": "it is full"}
     assert listed == StorageStatus(**shown)
 
 

@@ -163,6 +163,22 @@ async def test_one_failed_probe_among_good_ones_takes_nothing_out_of_use() -> No
     await storages.set.close()
 
 
+async def test_a_storage_that_is_full_is_read_and_not_written() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a"), storage("b", enabled=False)))
+    assert storages.set.writable("a")
+    assert not storages.set.writable("b")
+    storages.built["a"].health = ProbeResult(True, unwritable="No space left")
+    await storages.set.run_once(0)
+    assert storages.set.available("a")
+    assert not storages.set.writable("a")
+    assert storages.set.unwritable("a") == "No space left"
+    storages.built["a"].health = ProbeResult(True)
+    await storages.set.run_once(0)
+    assert storages.set.writable("a")
+    await storages.set.close()
+
+
 async def test_a_storage_that_several_readers_cannot_read_is_left_alone_for_a_while() -> None:
     storages = Storages()
     await storages.set.open(view(storage("a")))
@@ -243,6 +259,7 @@ async def test_a_storage_opened_before_it_was_stored_is_used_at_once() -> None:
     storages.set.follow(view(storage("a")))
     assert storages.set.get("a") is opened
     assert storages.set.available("a")
+    assert storages.set.available_for_s("a") == 0
     refused = await storages.set.try_open(storage("b"))
     storages.set.adopt(refused)
     storages.set.disown(refused)

@@ -21,7 +21,7 @@ def scraped(*statuses: StorageHealth) -> list[str]:
 def status(state: HealthState, *, enabled: bool = True, free: int | None = None) -> StorageHealth:
     config = StorageConfig(global_unique_name="a", type=StorageType.NFS, enabled=enabled)
     changes = Counter({HealthState.AVAILABLE: 2, HealthState.SUSPECT: 1})
-    return StorageHealth(config, state, "", free, True, Counter({True: 7, False: 1}), changes)
+    return StorageHealth(config, state, "", free, "", True, Counter({True: 7, False: 1}), changes)
 
 
 def test_one_state_is_shown_beside_what_led_to_it() -> None:
@@ -35,6 +35,7 @@ def test_one_state_is_shown_beside_what_led_to_it() -> None:
     assert 'kvcm_storage_probes_total{result="bad",storage="a"} 1.0' in lines
     assert 'kvcm_storage_probes_total{result="good",storage="a"} 7.0' in lines
     assert 'kvcm_storage_free_bytes{storage="a"} 4096.0' in lines
+    assert 'kvcm_storage_writable{storage="a"} 1.0' in lines
     assert 'kvcm_storage_breaker_open{storage="a"} 1.0' in lines
 
 

@@ -16,7 +16,7 @@ from kvcm.core.errors import InvalidArgument, StorageError, Unavailable
 from kvcm.core.mooncake import check_spec
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import ExtentName, SpecSlots
-from kvcm.storage_backends.mooncake import LEASED, MooncakeBackend
+from kvcm.storage_backends.mooncake import LEASED, PROBE_BYTES, MooncakeBackend
 from kvcm.testing.eventually import eventually
 from kvcm.testing.servers_mooncake import (
     MooncakeLender,
@@ -65,8 +65,9 @@ def names(backend: MooncakeBackend, count: int = 88) -> list[str]:
     return [o.name for o in backend.objects(backend.place(EXTENT, [SPEC]), EXTENT, [SPEC])][:count]
 
 
-async def is_available(backend: MooncakeBackend) -> bool:
-    return (await backend.probe()).available
+async def takes_writes(backend: MooncakeBackend) -> bool:
+    result = await backend.probe()
+    return result.available and not result.unwritable
 
 
 @needs_mooncake
@@ -74,19 +75,19 @@ async def test_a_master_that_dies_is_unavailable_and_one_that_is_back_has_lost_i
     store: Store, backend: MooncakeBackend, sdk: MooncakeSdk
 ) -> None:
     master, _ = store
-    await eventually(lambda: is_available(backend))
+    await eventually(lambda: takes_writes(backend))
     data = bytes(range(256)) * 16
     items = [(uri, data) for uri in uris(backend)]
     assert await sdk.put_many_async(items) == [None] * 88
     assert await backend.exists(names(backend), [4096] * 88) == [True] * 88
     master.kill()
-    assert not await is_available(backend)
+    assert not await takes_writes(backend)
     (answer,) = await backend.delete(names(backend, 1))
     assert isinstance(answer, StorageError)
     with pytest.raises(StorageError):
         await backend.exists(names(backend, 1), [1])
     master.start()
-    await eventually(lambda: is_available(backend), timeout=30)
+    await eventually(lambda: takes_writes(backend), timeout=30)
     assert await backend.exists(names(backend), [4096] * 88) == [False] * 88
     got = await sdk.get_many_async([(uri, None) for uri in uris(backend)])
     assert {getattr(answer, "reason", "") for answer in got} == {"MISSING"}
@@ -139,7 +140,7 @@ async def test_blocks_whose_lender_died_are_errors_at_once_and_missing_in_the_en
     store: Store, backend: MooncakeBackend, sdk: MooncakeSdk
 ) -> None:
     _, lender = store
-    await eventually(lambda: is_available(backend))
+    await eventually(lambda: takes_writes(backend))
     (uri,) = uris(backend, 1)
     assert await sdk.put_many_async([(uri, bytes(4096))]) == [None]
     lender.kill()
@@ -151,14 +152,14 @@ async def test_blocks_whose_lender_died_are_errors_at_once_and_missing_in_the_en
 
     await eventually(is_missing, timeout=30)
     assert await backend.exists(names(backend, 1), [1]) == [False]
-    assert not await is_available(backend)
+    assert "none is mounted" in (await backend.probe()).unwritable
 
 
 @needs_mooncake
 async def test_a_key_that_was_just_read_is_deleted_after_its_lease(
     backend: MooncakeBackend, sdk: MooncakeSdk
 ) -> None:
-    await eventually(lambda: is_available(backend))
+    await eventually(lambda: takes_writes(backend))
     (uri,) = uris(backend, 1)
     assert await sdk.put_many_async([(uri, bytes(4096))]) == [None]
     assert await sdk.get_many_async([(uri, None)]) == [bytes(4096)]
@@ -176,10 +177,42 @@ async def test_a_key_that_was_just_read_is_deleted_after_its_lease(
 
 
 @needs_mooncake
+async def test_a_full_store_is_read_and_not_written_until_there_is_room(
+    backend: MooncakeBackend, sdk: MooncakeSdk
+) -> None:
+    await eventually(lambda: takes_writes(backend))
+    size = 1 << 20
+    spec = SpecSlots("tp0", size, 88)
+    place = backend.place(EXTENT, [spec])
+    items = [(uri, b"x" * size) for uri in backend.uris(place, EXTENT, spec, 0, 88)]
+    keys = [o.name for o in backend.objects(place, EXTENT, [spec])]
+    answers = await sdk.put_many_async(items)
+    written = [i for i, answer in enumerate(answers) if answer is None]
+    assert 0 < len(written) < 88
+    result = await backend.probe()
+    if not result.unwritable:
+        # The allocator may keep room for the probe's few bytes.
+        small = SpecSlots("tp1", PROBE_BYTES, 4096)
+        rest = backend.uris(backend.place(EXTENT, [small]), EXTENT, small, 0, 4096)
+        await sdk.put_many_async([(uri, b"y" * PROBE_BYTES) for uri in rest])
+        result = await backend.probe()
+    assert (result.available, "no segment has room" in result.unwritable) == (True, True)
+    assert await backend.exists(keys, [size] * 88) == [answer is None for answer in answers]
+    assert await sdk.get_many_async([(items[written[0]][0], None)]) == [b"x" * size]
+
+    async def has_room() -> bool:
+        await backend.delete([keys[i] for i in written])
+        return not (await backend.probe()).unwritable
+
+    await eventually(has_room)
+    assert not any(await backend.exists([keys[i] for i in written], [1] * len(written)))
+
+
+@needs_mooncake
 async def test_batches_answer_position_by_position_and_bytes_stay_where_they_are(
     backend: MooncakeBackend, sdk: MooncakeSdk
 ) -> None:
-    await eventually(lambda: is_available(backend))
+    await eventually(lambda: takes_writes(backend))
     count = 1500
     spec = SpecSlots("tp0", 512, count)
     where = backend.uris(backend.place(EXTENT, [spec]), EXTENT, spec, 0, count)
