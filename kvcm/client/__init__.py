@@ -3,17 +3,18 @@
 ::
 
     from kvcm.client import Client, block_keys
-    from kvcm.client.file_sdk import FileSdk
+    from kvcm.client.router import Transfers
 
     with Client("kvcm-0:6381,kvcm-1:6381") as client:
-        client.register_instance("default", "llama-8b", 16, {"tp0": 4096})
+        known = client.register_instance("default", "llama-8b", 16, {"tp0": 4096})
+        sdk = Transfers(known.storage_configs)
         keys = block_keys(prompt_token_ids, 16, salt=tenant)
 
         found = client.get_cache_location("llama-8b", keys)
-        cached = FileSdk().get_many([(uri, None) for uri in found.locations.uris("tp0")])
+        cached = sdk.get_many([(uri, None) for uri in found.locations.uris("tp0")])
 
         with client.write("llama-8b", keys) as session:
-            session.put(FileSdk(), blocks)
+            session.put(sdk, blocks)
 
 `AsyncClient` is the same for asyncio; `AdminClient` and `AsyncAdminClient` speak to the admin
 port. Errors are those of `kvcm.core.errors`; a call that got no answer raises Unavailable (nothing
@@ -21,7 +22,7 @@ happened), OutcomeUnknown (it may have happened) or NotLeader (no address leads)
 """
 
 from kvcm.client.aio import AsyncAdminClient, AsyncClient
-from kvcm.client.errors import report_kind
+from kvcm.client.errors import is_reportable, report_kind
 from kvcm.client.keys import KeyChain, block_keys, hash_fingerprint, token_block_keys
 from kvcm.client.retry import RetryPolicy
 from kvcm.client.session import AsyncWriteSession, WriteSession
@@ -66,6 +67,7 @@ __all__ = [
     "WriteSession",
     "block_keys",
     "hash_fingerprint",
+    "is_reportable",
     "report_kind",
     "token_block_keys",
 ]

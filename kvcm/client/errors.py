@@ -53,6 +53,12 @@ def application_error(code: int, message: str, reason: str) -> KvcmError:
     return kind(message, reason=reason)
 
 
+def is_reportable(error: KvcmError) -> bool:
+    """Whether an SDK's error says something about the block or its storage. If not, the reader
+    itself lacks an SDK or a configuration, and others can read what it cannot."""
+    return not isinstance(error, InvalidArgument | Unsupported)
+
+
 def report_kind(error: KvcmError) -> ReportKind:
     """How a block that an SDK answered with this error is to be reported (ReportCacheError)."""
     if error.reason in (MISSING, TRUNCATED):

@@ -1,4 +1,4 @@
-"""Bytes of blocks in files: storages of type ``file`` and ``hf3fs``.
+"""Bytes of blocks in files: storages of type ``file``, ``hf3fs`` and ``vcns_hf3fs``.
 
 A location URI names the file and the slot in it: ``blkid × size`` is the offset (wire.md §6). A
 file becomes whole piece by piece, and a slot that nobody wrote reads as zeros; neither matters,
@@ -29,14 +29,15 @@ from kvcm.core.uri import parse_uri
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-SCHEMES = frozenset({"file", "hf3fs"})
+SCHEMES = frozenset({"file", "hf3fs", "vcns_hf3fs"})
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _OFFSET_MAX = (1 << 63) - 1
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Never O_TRUNC: other slots of the file may have been written by an earlier call.
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _COMMON_URI = re.compile(
-    r"(?:file|hf3fs)://[A-Za-z0-9_.-]+(/[^?#%\0]+)\?(?:blkid=(\d{1,9})&)?size=(\d{1,18})", re.ASCII
+    r"(?:file|hf3fs|vcns_hf3fs)://[A-Za-z0-9_.-]+(/[^?#%\0]+)\?(?:blkid=(\d{1,9})&)?size=(\d{1,18})",
+    re.ASCII,
 )
 
 
@@ -66,8 +67,8 @@ def parse_slot(uri: str) -> Slot:
     """File, offset and size that a location URI names.
 
     Raises:
-        InvalidArgument: not a ``file`` or ``hf3fs`` URI, no size, a slot out of range, or a path
-            that is not absolute or has ``..`` in it.
+        InvalidArgument: a URI of another scheme, no size, a slot out of range, or a path that is
+            not absolute or has ``..`` in it.
     """
     match = _COMMON_URI.fullmatch(uri)
     if match is not None:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvcm.client.transfer import (
@@ -23,6 +22,7 @@ from kvcm.client.transfer import (
     GetResult,
     PutResult,
     TransferSdk,
+    storage_specs,
     view_of,
 )
 from kvcm.core import mooncake
@@ -33,6 +33,8 @@ from kvcm.core.uri import parse_uri
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from kvcm.client.types import StorageInfo
 
 SCHEMES = frozenset({"mooncake"})
 
@@ -81,21 +83,17 @@ def parse_key(uri: str) -> Key:
     return where
 
 
-def storages_of(storage_configs: str) -> dict[str, mooncake.MooncakeSpec]:
-    """The Mooncake storages in ``storage_configs`` of a RegisterInstanceResponse, by name.
+def storages_of(storages: str | Sequence[StorageInfo]) -> dict[str, mooncake.MooncakeSpec]:
+    """The Mooncake storages among those that RegisterInstance answered, by name.
 
     Raises:
         InvalidArgument: it does not parse, or a field is wrong; the message names it.
     """
-    try:
-        entries = msgspec.json.decode(storage_configs or "[]", type=list[dict[str, Any]])
-        return {
-            entry["global_unique_name"]: mooncake.check_spec(entry["storage_spec"])
-            for entry in entries
-            if entry.get("type") in SCHEMES
-        }
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise InvalidArgument(f"storage_configs: {error}") from error
+    return {
+        name: mooncake.check_spec(spec.fields)
+        for name, spec in storage_specs(storages).items()
+        if spec.type in SCHEMES
+    }
 
 
 class MooncakeSdk(TransferSdk):
@@ -169,7 +167,13 @@ class MooncakeSdk(TransferSdk):
         link = self._links.get(storage)
         if link is None:
             raise InvalidArgument(f"storage {storage!r} has no Mooncake configuration here")
-        link.register(memoryview(buffer).cast("B"))
+        link.register(_piece(buffer))
+
+    def announce(self, buffer: Buffer) -> None:
+        """``register`` for all stores; those not connected yet learn of it when they are."""
+        piece = _piece(buffer)
+        for link in self._links.values():
+            link.announce(piece)
 
     def close(self) -> None:
         """Leave all stores; memory lent to them, and the blocks in it, are lost. Idempotent."""
@@ -343,15 +347,22 @@ class _Link:
 
     # ---- without it --------------------------------------------------------------------------
 
-    def register(self, view: memoryview) -> None:
-        if view.readonly:
-            raise InvalidArgument("memory to register must be writable")
-        piece = _address(view), len(view)
+    def register(self, piece: tuple[int, int]) -> None:
         with self.lock:
-            code = self.connected().register_buffer(*piece)
-            if code:
-                raise StorageError(f"{self.label}: memory not registered (code {code})")
-            self._registered.append(piece)
+            self._register(self.connected(), piece)
+
+    def announce(self, piece: tuple[int, int]) -> None:
+        with self.lock:
+            if self._store is None:
+                self._registered.append(piece)
+            else:
+                self._register(self._store, piece)
+
+    def _register(self, store: Any, piece: tuple[int, int]) -> None:
+        code = store.register_buffer(*piece)
+        if code:
+            raise StorageError(f"{self.label}: memory not registered (code {code})")
+        self._registered.append(piece)
 
     def close(self) -> None:
         with self.lock:
@@ -380,6 +391,14 @@ def _view(uri: str, where: Key, buffer: Buffer | None, *, writable: bool) -> mem
             raise InvalidArgument(f"location uri {uri!r}: no buffer to put from")
         return memoryview(bytearray(where.size))
     return view_of(uri, where.size, buffer, writable=writable)
+
+
+def _piece(buffer: Buffer) -> tuple[int, int]:
+    """Address and length of memory to register."""
+    view = memoryview(buffer)
+    if view.readonly or not view.c_contiguous:
+        raise InvalidArgument("memory to register must be writable and contiguous")
+    return _address(view.cast("B")), view.nbytes
 
 
 def _address(view: memoryview) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvcm.core.errors import InvalidArgument
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ def parse_uri(uri: str) -> LocationUri:
     Raises:
         InvalidArgument: no scheme or storage name, or no URI at all.
     """
+    scheme, separator, rest = uri.partition("://")
     try:
-        parts = urlsplit(uri)
+        # Without the scheme: urlsplit knows none with an underscore, as ``vcns_hf3fs`` has.
+        parts = urlsplit(f"//{rest}")
     except ValueError as error:
         raise InvalidArgument(f"location uri {uri!r}: {error}") from error
-    if not parts.scheme or not parts.netloc:
+    if not separator or not _SCHEME.fullmatch(scheme) or not parts.netloc:
         raise InvalidArgument(f"location uri {uri!r} has no scheme or storage name")
     params = dict(parse_qsl(parts.query, keep_blank_values=True))
-    return LocationUri(parts.scheme, parts.netloc, unquote(parts.path), params)
+    return LocationUri(scheme.lower(), parts.netloc, unquote(parts.path), params)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kvcm.client.errors import report_kind
+from kvcm.client.errors import is_reportable, report_kind
 from kvcm.core.clock import Clock
 from kvcm.core.errors import CapacityReached, KvcmError, NotLeader, NotReady, Unsupported
 from kvcm.core.types import ReportKind
@@ -133,7 +133,8 @@ class Engine:
             counters.note(f"request given up: {error}")
 
     def _read(self, keys: Sequence[int], found: Sequence[Location]) -> dict[int, ReportKind]:
-        """Read all specs of the hits and compare; what is the matter with those that fail."""
+        """Read all specs of the hits and compare; what is the matter with those that fail:
+        UNSPECIFIED when it is this engine that cannot read them."""
         faulty: dict[int, ReportKind] = {}
         begun = self._clock.monotonic()
         for batch in self._batches(len(found)):
@@ -156,7 +157,9 @@ class Engine:
         if not isinstance(data, bytes):
             counters.blocks_lost += 1
             counters.note(f"lost: block {key} {spec} at {uri}: {data}")
-            return report_kind(data) if data is not None else ReportKind.MISSING
+            if data is None:
+                return ReportKind.MISSING
+            return report_kind(data) if is_reportable(data) else ReportKind.UNSPECIFIED
         counters.bytes_read += len(data)
         fault = self._content.fault(key, spec, self._settings.block_bytes, data)
         if fault is not None:
@@ -169,12 +172,13 @@ class Engine:
         self, keys: Sequence[int], found: Sequence[Location], faulty: Mapping[int, ReportKind]
     ) -> bool:
         """So that the next one does not meet the same; whether any report had its effect."""
-        if not faulty or not self._reports:
+        told = {i: kind for i, kind in faulty.items() if kind is not ReportKind.UNSPECIFIED}
+        if not told or not self._reports:
             return False
         accepted = 0
         try:
             accepted = await self._manager.report(
-                [keys[i] for i in faulty], [found[i] for i in faulty], list(faulty.values())
+                [keys[i] for i in told], [found[i] for i in told], list(told.values())
             )
         except Unsupported:
             # A manager of another make: the call is an addition of ours.

@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
-from kvcm.client.errors import application_error, report_kind
+from kvcm.client.errors import application_error, is_reportable, report_kind
 from kvcm.client.types import Location
 from kvcm.core.errors import (
     CapacityReached,
@@ -21,6 +21,7 @@ from kvcm.core.errors import (
     NotReady,
     SessionNotExist,
     StorageError,
+    Unavailable,
     Unsupported,
     VersionConflict,
 )
@@ -263,6 +264,13 @@ def test_what_an_sdk_answers_tells_how_to_report_it() -> None:
     assert report_kind(StorageError("gone", reason="MISSING")) is ReportKind.MISSING
     assert report_kind(StorageError("short", reason="TRUNCATED")) is ReportKind.MISSING
     assert report_kind(StorageError("input/output error")) is ReportKind.UNREACHABLE
+
+
+def test_what_a_reader_itself_lacks_is_not_to_be_reported() -> None:
+    assert not is_reportable(Unsupported("no SDK"))
+    assert not is_reportable(InvalidArgument("no configuration"))
+    assert is_reportable(StorageError("gone", reason="MISSING"))
+    assert is_reportable(Unavailable("late", reason="DEADLINE"))
 
 
 @pytest.mark.parametrize(

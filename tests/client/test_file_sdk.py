@@ -35,6 +35,8 @@ def reason(answer: object) -> str:
     [
         ("file://nfs_01/a/b?size=8", ("/a/b", 0, 8)),
         ("hf3fs://3fs.a-b/a/b?blkid=3&size=8", ("/a/b", 24, 8)),
+        ("vcns_hf3fs://3fs.a-b/a/b?blkid=3&size=8", ("/a/b", 24, 8)),
+        ("vcns_hf3fs://3fs.a-b/a%20b?size=8", ("/a b", 0, 8)),
         ("file://nfs_01/a/b?blkid=3&size=8&zone=x", ("/a/b", 24, 8)),
         ("file://nfs_01/a/b?aaa=1&size=8", ("/a/b", 0, 8)),
         ("file://nfs_01/a%20b?size=8", ("/a b", 0, 8)),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 from kvcm.cli.local_manager import running_manager
 from kvcm.client import Client, RetryPolicy, block_keys
-from kvcm.client.mooncake_sdk import MooncakeSdk
-from kvcm.core.mooncake import check_spec
+from kvcm.client.router import Transfers
 from kvcm.core.types import ReportKind
 from kvcm.testing.eventually import eventually_sync
 from kvcm.testing.servers_mooncake import mooncake_store, needs_mooncake
@@ -36,9 +34,12 @@ def test_blocks_are_written_found_read_lost_reported_and_written_again(tmp_path:
             Client(
                 f"grpc://{manager.host}:{manager.rpc_port}", timeout=10, retry=PATIENT
             ) as client,
-            closing(MooncakeSdk({"mc": check_spec(spec)})) as sdk,
+            Transfers() as sdk,
         ):
-            client.register_instance("default", "i", 4, {"tp0": SIZE})
+            known = client.register_instance("default", "i", 4, {"tp0": SIZE})
+            sdk.configure(known.storage_configs)
+            memory = bytearray(SIZE)
+            sdk.announce(memory)
             keys = block_keys(range(40), 4)
             blocks = [bytes([i]) * SIZE for i in range(10)]
 
@@ -49,6 +50,8 @@ def test_blocks_are_written_found_read_lost_reported_and_written_again(tmp_path:
             eventually_sync(write, timeout=30)
             found = client.get_cache_location("i", keys)
             assert sdk.get_many([(u, None) for u in found.locations.uris("tp0")]) == blocks
+            assert sdk.get_many([(found.locations[7].specs["tp0"], memory)]) == [None]
+            assert memory == blocks[7]
 
             client.remove_cache("i", keys[9:])
             assert len(client.get_cache_location("i", keys)) == 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcm.core.errors import CapacityReached, KvcmError, StorageError
+from kvcm.core.errors import CapacityReached, KvcmError, StorageError, Unsupported
 from kvcm.core.types import ReportKind
 from kvcm.optimizer.engine import Grant, Location
 
@@ -71,11 +71,13 @@ class DictManager:
 
 
 class DictStore:
-    """Blocks by URI; ``refuse`` names URIs that cannot be reached."""
+    """Blocks by URI; ``refuse`` names URIs that cannot be reached, ``foreign``
+    those that this engine has no SDK for."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, bytes] = {}
         self.refuse: set[str] = set()
+        self.foreign: set[str] = set()
 
     def put_many(self, items: Sequence[tuple[str, bytes]]) -> Sequence[KvcmError | None]:
         return [self._put(uri, data) for uri, data in items]
@@ -92,4 +94,6 @@ class DictStore:
     def _get(self, uri: str) -> bytes | KvcmError:
         if uri in self.refuse:
             return StorageError("input/output error")
+        if uri in self.foreign:
+            return Unsupported("no SDK")
         return self.blocks.get(uri) or StorageError("no file", reason="MISSING")

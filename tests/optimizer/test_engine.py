@@ -129,6 +129,16 @@ async def test_what_cannot_be_read_is_reported_block_by_block_with_its_kind():
     assert (bench.counts.blocks_hit, bench.counts.blocks_reported) == (5 - 3, 3)
 
 
+async def test_what_only_this_engine_cannot_read_is_lost_to_it_and_not_reported():
+    bench = Bench()
+    await bench.engine.serve([1, 2, 3])
+    bench.store.foreign.add("file://s/1_tp0?size=64")
+    bench.store.refuse.add("file://s/3_tp0?size=64")
+    await bench.engine.serve([1, 2, 3])
+    assert bench.manager.reported == [(3, ReportKind.UNREACHABLE)]
+    assert bench.counts.blocks_lost == 2
+
+
 async def test_what_a_report_took_out_is_written_again_at_once():
     bench = Bench()
     await bench.engine.serve([1, 2, 3])
