@@ -170,6 +170,7 @@ class Book:
 
         An orphan among them has been reached from the one before it: it builds on that.
         """
+        self.order.catch_up(entries)
         tips: list[Entry] = []
         last: Entry | None = None
         for entry in entries:

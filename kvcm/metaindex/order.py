@@ -379,6 +379,12 @@ class EvictionOrder:
             budget -= self._clean(shelf, budget)
         return budget
 
+    def catch_up(self, entries: Iterable[Entry]) -> None:
+        """Of extents that left, tell these children now; the others are told in the background."""
+        if self._bereaved:
+            for entry in entries:
+                self._mourn(entry)
+
     def _mourn(self, child: Entry) -> None:
         parents = tuple(p for p in child.parents if p.alive)
         if len(parents) == len(child.parents):

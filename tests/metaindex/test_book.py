@@ -100,6 +100,23 @@ def test_what_hands_its_stamp_on_has_it_stored() -> None:
     assert list(book.dirty) == [head]
 
 
+def test_a_request_shows_a_new_parent_at_once_when_the_old_one_left() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    gone, tail = entry(1), entry(2, depth=1)
+    book.add(gone)
+    book.add(tail, (gone,))
+    gone.phase = Phase.RETIRED
+    book.leave(gone, Phase.SETTLED)
+    again = entry(3)
+    book.add(again)
+    # No eviction came between, which is when the orphans are told.
+    book.touch_chain([again, tail], 5)
+    assert tail.parents == (again,)
+    book.order.coldest(0)
+    assert not tail.orphan
+    assert book.use_of(tail).parents == (again.extent_id,)
+
+
 def test_a_parent_that_a_request_showed_is_known_after_the_book_is_read_again() -> None:
     book = Book(EvictionOrder(POLICIES[0]))
     head, gone, tail = entry(1), entry(2, depth=1), entry(3, depth=2)
