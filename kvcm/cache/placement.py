@@ -70,7 +70,11 @@ class Grant:
 
 
 def choose(
-    candidates: Sequence[Candidate], strategy: CachePreferStrategy, needed: int, turn: float
+    candidates: Sequence[Candidate],
+    strategy: CachePreferStrategy,
+    needed: int,
+    turn: float,
+    near: str = "",
 ) -> Candidate | None:
     """The storage for a write of ``needed`` bytes; None when the strategy allows none.
 
@@ -81,6 +85,7 @@ def choose(
 
     Args:
         turn: in [0, 1). Spread evenly over many calls, each storage gets its share (`shares`).
+        near: the storage that is taken if it is one of the best, whatever its turn; "" = none.
     """
     preferred = _PREFERRED.get(strategy - 1 + strategy % 2)
     only = strategy % 2 == 1
@@ -99,6 +104,8 @@ def choose(
         best = [c for c in best if c.type == first]
     if len(best) == 1:
         return best[0]
+    if close := [c for c in best if c.name == near]:
+        return close[0]
     ends = list(accumulate(shares(best)))
     return best[min(bisect_right(ends, turn * ends[-1]), len(best) - 1)]
 

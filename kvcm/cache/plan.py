@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,17 @@ class Plan:
     verdict: Verdict | None = None
     missing: int = 0
     turn: float = 0.0
+    together: bool = False
+    """The client can read one storage an answer: a chain stays where it began."""
+
+    @property
+    def near(self) -> str:
+        """The storage to keep to if it has room: that of the block before; "" = any."""
+        first, segments = self.granted[0], self.scan.segments
+        at = bisect_right(segments, first - 1, key=lambda s: s.start) - 1
+        if not self.together or at < 0 or segments[at].start + segments[at].length < first:
+            return ""
+        return segments[at].view.extent.storage
 
     @property
     def entries(self) -> list[Entry]:
@@ -91,12 +103,15 @@ class Planner:
         raw: bytes,
         needed: list[int],
         verdict: Verdict | None = None,
+        *,
+        together: bool = False,
     ) -> Plan:
         """What of ``keys`` is missing, and how much of it may be granted, on which storage.
 
         Args:
             needed: specs to allocate, as ``needed_specs`` gives them.
             verdict: what admission said already; a write is judged once.
+            together: keep to the storage of the block before what is granted, if it has room.
 
         Raises:
             InstanceNotExist: it was removed meanwhile.
@@ -112,6 +127,7 @@ class Planner:
                 name = index.instance.instance_id[:200]
                 raise InstanceNotExist(f"instance {name!r} does not exist")
             plan = _first_plan(scan, keys, needed, turn)
+            plan.together = together
             if verdict is None and plan.granted and self._context.admission.judges(index):
                 verdict = await self._judge(index, plan)
             if scan.intact():
@@ -124,7 +140,7 @@ class Planner:
     async def _judge(self, index: InstanceIndex, plan: Plan) -> Verdict | None:
         group = self._group(index)
         sizes = _sizes(index, plan)
-        chosen = self._choose(index, group, sum(sizes), plan.turn)
+        chosen = self._choose(index, group, sum(sizes), plan)
         if chosen is None:
             return None
         limits = room.limits_of(index, group, chosen.name, self._context.storage_of(chosen.name))
@@ -154,7 +170,7 @@ class Planner:
             if not plan.granted:
                 return
         sizes = _sizes(index, plan)
-        chosen = self._choose(index, group, sum(sizes), plan.turn)
+        chosen = self._choose(index, group, sum(sizes), plan)
         if chosen is None:
             plan.refusal = NoStorage(
                 f"no storage of group {group.name!r} can take the write", reason="NO_STORAGE"
@@ -192,14 +208,14 @@ class Planner:
         return group
 
     def _choose(
-        self, index: InstanceIndex, group: InstanceGroup, size: int, turn: float
+        self, index: InstanceIndex, group: InstanceGroup, size: int, plan: Plan
     ) -> Candidate | None:
         candidates = [
             room.candidate(index, group, name, self._context.storage_of(name))
             for name in group.storage_candidates
             if index.shared.storages.writable(name)
         ]
-        return placement.choose(candidates, _strategy(group), size, turn)
+        return placement.choose(candidates, _strategy(group), size, plan.turn, plan.near)
 
 
 def _first_plan(scan: Scan, keys: array[int], needed: list[int], turn: float) -> Plan:

@@ -145,10 +145,13 @@ class Writes:
         keys, raw = batch.array(), batch.raw()
         locks = self._locks.setdefault(index, KeyLocks())
         async with locks.hold(keys):
-            plan = await self._planner.plan(index, keys, raw, needed, judged)
+            together = not request.multi_storage
+            plan = await self._planner.plan(index, keys, raw, needed, judged, together=together)
             if plan.granted and await self._files.prepared(index.uid, plan.storage):
                 # Limits and what exists may have changed while the folders were made.
-                plan = await self._planner.plan(index, keys, raw, needed, plan.verdict)
+                plan = await self._planner.plan(
+                    index, keys, raw, needed, plan.verdict, together=together
+                )
             if plan.wants:
                 index.shared.pressure.want(plan.wants)
                 if not last:

@@ -111,6 +111,14 @@ def test_within_a_type_turns_are_given_in_proportion_to_free_space(
     assert "".join(name_of(choose(candidates, ANY, 100, turn)) for turn in turns) == expected
 
 
+def test_a_storage_to_keep_to_is_taken_while_it_is_one_of_the_best() -> None:
+    near = of("b", own_room=1000)
+    for turn in (0.0, 0.99):
+        assert name_of(choose([of("a"), near, of("c")], ANY, 1000, turn, "b")) == "b"
+        assert name_of(choose([of("a"), near, of("c")], ANY, 1001, turn, "b")) != "b"
+        assert name_of(choose([of("a"), of("b", FS)], ANY, 1, turn, "b")) == "a"
+
+
 def test_one_write_is_granted_as_many_blocks_as_an_extent_holds() -> None:
     sizes = [1] * (BLOCKS_PER_EXTENT_MAX + 1)
     assert grant(sizes[1:], []) == Grant(BLOCKS_PER_EXTENT_MAX, "")
@@ -243,6 +251,22 @@ async def test_an_empty_storage_that_comes_back_is_not_flooded(tmp_path: Path) -
         await h.registry.set_storage_enabled("d", False)
         h.backends.follow(h.registry.view)
         assert (await writes(h, range(4000, 4099))).keys() == set("abc")
+
+
+@pytest.mark.parametrize("multi_storage", [False, True])
+async def test_a_chain_stays_on_one_storage_for_clients_that_read_one_an_answer(
+    tmp_path: Path, multi_storage: bool
+) -> None:
+    async with disks(tmp_path) as (h, _):
+        used: set[str] = set()
+        chains = [range(100 * chain, 100 * chain + 8) for chain in range(12)]
+        for keys in chains:
+            for end in range(2, 9, 2):
+                granted = await h.put(keys[:end], multi_storage=multi_storage)
+                used.add(storage_of(h, granted.locations[-1].uris["tp0"]))
+        assert used == set(NAMES)
+        found = [len(await h.lookup(keys)) for keys in chains]
+        assert max(found) == 2 if multi_storage else found == [8] * 12
 
 
 async def test_a_disk_that_is_full_takes_only_what_fits_nowhere_else(tmp_path: Path) -> None:
