@@ -17,7 +17,7 @@ ENUMS_SHARED = """
 ErrorCode: UNSPECIFIED 0, OK 1, UNSUPPORTED 2, INTERNAL_ERROR 3, SERVICE_NOT_READY 4, INVALID_ARGUMENT 5,
   DUPLICATE_ENTITY 6, REACH_MAX_ENTITY_CAPACITY 7, INSTANCE_NOT_EXIST 8, SERVER_NOT_LEADER 9, IO_ERROR 20,
   UNKNOWN_ERROR 100, ERROR_MAX 65535.
-StorageType: ST_UNSPECIFIED 0, ST_3FS 1, ST_MOONCAKE 2, ST_TAIRMEMPOOL 3, ST_NFS 4, ST_VCNS_3FS 5.
+StorageType: ST_UNSPECIFIED 0, ST_3FS 1, ST_MOONCAKE 2, ST_TAIRMEMPOOL 3, ST_NFS 4, ST_VCNS_3FS 5, ST_PLUGIN 100.
 """
 ENUMS_META = """
 QueryType: QT_UNSPECIFIED 0, QT_BATCH_GET 1, QT_PREFIX_MATCH 2, QT_REVERSE_ROLL_SW_MATCH 3.
@@ -52,6 +52,8 @@ VcnsThreeFSStorageSpec{cluster_name:1 s, mountpoint:2 s, root_dir:3 s, key_count
 MooncakeStorageSpec{local_hostname:1 s, metadata_connstring:2 s, protocol:3 s, rdma_device:4 s, master_service_entry:5 s}
 TairMemPoolStorageSpec{domain:1 s, timeout:2 i32, enable_vipserver:3 bool}
 NfsStorageSpec{root_path:1 s, key_count_per_file:2 i32}
+PluginStorageSpec{name:1 s, options:2 rep PluginOption}
+PluginOption{name:1 s, value:2 s}
 RegisterInstanceRequest{trace_id:1 s, instance_group:2 s, instance_id:3 s, block_size:4 i32, location_spec_infos:5 rep LocationSpecInfo, model_deployment:6 ModelDeployment, location_spec_groups:7 rep LocationSpecGroup}
 GetInstanceInfoRequest{trace_id:1, instance_id:2}
 GetCacheMetaRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_ids:4 rep i64, block_mask:5 BlockMask, detail_level:6 i32}
@@ -60,7 +62,7 @@ RemoveCacheRequest{trace_id:1, instance_id:2, block_keys:3 rep i64, token_ids:4 
 """
 MESSAGES_META = """
 CommonResponseHeader{status:1 Status, request_id:2 s, tracer_result:3 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 ThreeFSStorageSpec, plugin:107 PluginStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
 RegisterInstanceResponse{header:1 CommonResponseHeader, storage_configs:2 s}
 GetInstanceInfoResponse{header:1 CommonResponseHeader, instance_group:2 s, instance_info:3 InstanceInfo}
 GetCacheLocationRequest{trace_id:1, instance_id:2, query_type:3 QueryType, block_keys:4 rep i64, token_ids:5 rep i64, block_mask:6 BlockMask, sw_size:7 i32, location_spec_names:8 rep s, features:100 u32}
@@ -74,7 +76,7 @@ ReportCacheErrorResponse{header:1 CommonResponseHeader, outcomes:2 rep CacheErro
 """
 MESSAGES_ADMIN = """
 CommonResponseHeader{status:1 Status, request_id:2 s}
-StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
+StorageConfig{global_unique_name:1 s, oneof storage_spec{local:2 LocalStorageSpec, threefs:3 ThreeFSStorageSpec, mooncake:4 MooncakeStorageSpec, tair_mem_pool:5 TairMemPoolStorageSpec, nfs:6 NfsStorageSpec, vcnsthreefs:7 VcnsThreeFSStorageSpec, plugin:107 PluginStorageSpec}, check_storage_available_when_open:8 bool, disabled:100 bool, unavailable_reason:101 s, capacity_bytes:102 opt i64, high_percentage:103 opt double, low_percentage:104 opt double, health:105 s, unwritable_reason:106 s}
 AddStorageRequest{trace_id:1, storage:2 StorageConfig}
 EnableStorageRequest{trace_id:1, storage_unique_name:2}
 DisableStorageRequest{trace_id:1, storage_unique_name:2}

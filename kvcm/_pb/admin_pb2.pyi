@@ -70,6 +70,8 @@ class _StorageTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StorageTy
     ST_TAIRMEMPOOL: _StorageType.ValueType  # 3
     ST_NFS: _StorageType.ValueType  # 4
     ST_VCNS_3FS: _StorageType.ValueType  # 5
+    ST_PLUGIN: _StorageType.ValueType  # 100
+    """Ours: what an installed plug-in serves."""
 
 class StorageType(_StorageType, metaclass=_StorageTypeEnumTypeWrapper): ...
 
@@ -79,6 +81,8 @@ ST_MOONCAKE: StorageType.ValueType  # 2
 ST_TAIRMEMPOOL: StorageType.ValueType  # 3
 ST_NFS: StorageType.ValueType  # 4
 ST_VCNS_3FS: StorageType.ValueType  # 5
+ST_PLUGIN: StorageType.ValueType  # 100
+"""Ours: what an installed plug-in serves."""
 Global___StorageType: _TypeAlias = StorageType  # noqa: Y015
 
 class _ReclaimPolicy:
@@ -633,9 +637,59 @@ class NfsStorageSpec(_message.Message):
 Global___NfsStorageSpec: _TypeAlias = NfsStorageSpec  # noqa: Y015
 
 @_typing.final
-class StorageConfig(_message.Message):
-    """The two packages differ in the type of `vcnsthreefs`."""
+class PluginStorageSpec(_message.Message):
+    """The two packages differ in the type of `vcnsthreefs`.
+    Ours: a storage that an installed plug-in serves.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its type: what JSON says as `type`, and the scheme of its URIs."""
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___PluginOption]:
+        """What the plug-in's own documentation says; clients are told them."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        options: _abc.Iterable[Global___PluginOption] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PluginStorageSpec: _TypeAlias = PluginStorageSpec  # noqa: Y015
+
+@_typing.final
+class PluginOption(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PluginOption: _TypeAlias = PluginOption  # noqa: Y015
+
+@_typing.final
+class StorageConfig(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GLOBAL_UNIQUE_NAME_FIELD_NUMBER: _builtins.int
@@ -645,6 +699,7 @@ class StorageConfig(_message.Message):
     TAIR_MEM_POOL_FIELD_NUMBER: _builtins.int
     NFS_FIELD_NUMBER: _builtins.int
     VCNSTHREEFS_FIELD_NUMBER: _builtins.int
+    PLUGIN_FIELD_NUMBER: _builtins.int
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_REASON_FIELD_NUMBER: _builtins.int
@@ -683,6 +738,8 @@ class StorageConfig(_message.Message):
     def nfs(self) -> Global___NfsStorageSpec: ...
     @_builtins.property
     def vcnsthreefs(self) -> Global___VcnsThreeFSStorageSpec: ...
+    @_builtins.property
+    def plugin(self) -> Global___PluginStorageSpec: ...
     def __init__(
         self,
         *,
@@ -693,6 +750,7 @@ class StorageConfig(_message.Message):
         tair_mem_pool: Global___TairMemPoolStorageSpec | None = ...,
         nfs: Global___NfsStorageSpec | None = ...,
         vcnsthreefs: Global___VcnsThreeFSStorageSpec | None = ...,
+        plugin: Global___PluginStorageSpec | None = ...,
         check_storage_available_when_open: _builtins.bool = ...,
         disabled: _builtins.bool = ...,
         unavailable_reason: _builtins.str = ...,
@@ -702,9 +760,9 @@ class StorageConfig(_message.Message):
         health: _builtins.str = ...,
         unwritable_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "plugin", b"plugin", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "unwritable_reason", b"unwritable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes", "_high_percentage", b"_high_percentage", "_low_percentage", b"_low_percentage", "capacity_bytes", b"capacity_bytes", "check_storage_available_when_open", b"check_storage_available_when_open", "disabled", b"disabled", "global_unique_name", b"global_unique_name", "health", b"health", "high_percentage", b"high_percentage", "local", b"local", "low_percentage", b"low_percentage", "mooncake", b"mooncake", "nfs", b"nfs", "plugin", b"plugin", "storage_spec", b"storage_spec", "tair_mem_pool", b"tair_mem_pool", "threefs", b"threefs", "unavailable_reason", b"unavailable_reason", "unwritable_reason", b"unwritable_reason", "vcnsthreefs", b"vcnsthreefs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity_bytes: _TypeAlias = _typing.Literal["capacity_bytes"]  # noqa: Y015
     _WhichOneofArgType__capacity_bytes: _TypeAlias = _typing.Literal["_capacity_bytes", b"_capacity_bytes"]  # noqa: Y015
@@ -712,7 +770,7 @@ class StorageConfig(_message.Message):
     _WhichOneofArgType__high_percentage: _TypeAlias = _typing.Literal["_high_percentage", b"_high_percentage"]  # noqa: Y015
     _WhichOneofReturnType__low_percentage: _TypeAlias = _typing.Literal["low_percentage"]  # noqa: Y015
     _WhichOneofArgType__low_percentage: _TypeAlias = _typing.Literal["_low_percentage", b"_low_percentage"]  # noqa: Y015
-    _WhichOneofReturnType_storage_spec: _TypeAlias = _typing.Literal["local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs"]  # noqa: Y015
+    _WhichOneofReturnType_storage_spec: _TypeAlias = _typing.Literal["local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "plugin"]  # noqa: Y015
     _WhichOneofArgType_storage_spec: _TypeAlias = _typing.Literal["storage_spec", b"storage_spec"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity_bytes) -> _WhichOneofReturnType__capacity_bytes | None: ...

@@ -134,6 +134,7 @@ _WIRE_STORAGE = {
     StorageType.TAIRMEMPOOL: "ST_TAIRMEMPOOL",
     StorageType.NFS: "ST_NFS",
     StorageType.VCNS_HF3FS: "ST_VCNS_3FS",
+    StorageType.PLUGIN: "ST_PLUGIN",
 }
 _NAMES: dict[str, dict[int, str]] = {
     "storage_type": {int(kind): name for kind, name in _WIRE_STORAGE.items()},

@@ -27,7 +27,13 @@ from kvcm.cli.admin_common import (
 from kvcm.cli.output import exact_bytes, print_json, table
 from kvcm.client import AdminClient
 from kvcm.core.errors import EntityNotExist, InvalidArgument
-from kvcm.core.types import StorageConfig, StorageStatus
+from kvcm.core.types import (
+    PLUGIN_NAME,
+    STORAGE_TYPE_NAMES,
+    StorageConfig,
+    StorageStatus,
+    StorageType,
+)
 
 storage = typer.Typer(no_args_is_help=True, help="Places for bytes.")
 
@@ -35,7 +41,9 @@ NameArgument = Annotated[str, typer.Argument(help="The storage's global unique n
 SpecOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--spec", "-s", help="A field of the type, as root_path=/mnt/kv; may be repeated."
+        "--spec",
+        "-s",
+        help="A field of the type, as root_path=/mnt/kv, or a plug-in's option; may be repeated.",
     ),
 ]
 
@@ -75,7 +83,7 @@ def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = F
         (
             (
                 config.global_unique_name,
-                storage_type_name(config.type),
+                _type_name(config),
                 _state(config),
                 exact_bytes(config.capacity_bytes) if config.capacity_bytes else "none",
                 f"{config.high_percentage:g}" if config.high_percentage else "none",
@@ -90,7 +98,8 @@ def list_storages(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = F
 def add_storage(
     name: Annotated[str | None, typer.Argument(help="The storage's global unique name.")] = None,
     kind: Annotated[
-        str, typer.Option("--type", help="file, hf3fs, vcns_hf3fs, mooncake or pace.")
+        str,
+        typer.Option("--type", help="file, hf3fs, vcns_hf3fs, mooncake, pace or a plug-in's name."),
     ] = "file",
     spec: SpecOption = None,
     check: Annotated[bool, typer.Option(help="Refuse it when it cannot be used now.")] = False,
@@ -139,7 +148,9 @@ def update_storage(
                 raise InvalidArgument(f"{file} is of storage {config.global_unique_name!r}")
         else:
             config = _stored(client, name)
-        changes: dict[str, Any] = {"spec": {**config.spec, **_fields(spec)}}
+        is_plugin = config.type is StorageType.PLUGIN
+        fields = _options(spec) if is_plugin else _fields(spec)
+        changes: dict[str, Any] = {"spec": {**config.spec, **fields}}
         changes |= _space(capacity, watermark, low_watermark)
         if check is not None:
             changes["check_storage_available_when_open"] = check
@@ -204,10 +215,12 @@ def _wanted(
         return _from_file(file)
     if name is None:
         raise InvalidArgument("a name or --file is needed")
+    served_as, named = _typed(kind)
+    fields = _options(spec) if named else _fields(spec)
     return StorageConfig(
         global_unique_name=name,
-        type=storage_type(kind),
-        spec=_fields(spec),
+        type=served_as,
+        spec={**fields, **named},
         check_storage_available_when_open=check,
     )
 
@@ -233,7 +246,8 @@ def _from_file(file: FileOption) -> StorageConfig:
     value.pop("health", None)
     value.pop("unwritable_reason", None)
     if isinstance(value.get("type"), str):
-        value["type"] = storage_type(value["type"])
+        value["type"], named = _typed(value["type"])
+        value["spec"] = {**value.get("spec", {}), **named}
     return entity(StorageConfig, value, str(file))
 
 
@@ -248,6 +262,23 @@ def _fields(spec: list[str] | None) -> dict[str, Any]:
     return {key: _value(text) for key, text in pairs(spec, "--spec").items()}
 
 
+def _options(spec: list[str] | None) -> dict[str, Any]:
+    """A plug-in's: all of them are text."""
+    return dict(pairs(spec, "--spec"))
+
+
+def _typed(name: str) -> tuple[StorageType, dict[str, Any]]:
+    """A type and, when a plug-in serves it, the field of the spec that says which. What is
+    installed, only the manager knows."""
+    if name in STORAGE_TYPE_NAMES.values() or name.startswith("ST_"):
+        return storage_type(name), {}
+    return StorageType.PLUGIN, {PLUGIN_NAME: name}
+
+
+def _type_name(config: StorageConfig) -> str:
+    return config.type_name or storage_type_name(config.type)
+
+
 def _value(text: str) -> Any:
     """Numbers and booleans as such, all else as text."""
     try:
@@ -258,7 +289,7 @@ def _value(text: str) -> Any:
 
 
 def _plain(config: StorageStatus) -> dict[str, Any]:
-    return config.model_dump(mode="json") | {"type": storage_type_name(config.type)}
+    return config.model_dump(mode="json") | {"type": _type_name(config)}
 
 
 def _state(config: StorageStatus) -> str:

@@ -10,7 +10,13 @@ from pydantic import BaseModel, ValidationError
 
 from kvcm._pb import admin_pb2 as pb
 from kvcm.core.errors import InvalidArgument, KvcmError
-from kvcm.core.types import InstanceGroup, StorageConfig, StorageStatus, StorageType
+from kvcm.core.types import (
+    PLUGIN_NAME,
+    InstanceGroup,
+    StorageConfig,
+    StorageStatus,
+    StorageType,
+)
 
 E = TypeVar("E", bound=BaseModel)
 
@@ -20,6 +26,7 @@ _SPEC_FIELDS = {
     StorageType.TAIRMEMPOOL: "tair_mem_pool",
     StorageType.NFS: "nfs",
     StorageType.VCNS_HF3FS: "vcnsthreefs",
+    StorageType.PLUGIN: "plugin",
 }
 """Member of the oneof ``storage_spec`` by type (wire.md §6)."""
 _TYPES = {field: kind for kind, field in _SPEC_FIELDS.items()}
@@ -34,24 +41,34 @@ def storage_message(config: StorageConfig) -> pb.StorageConfig:
     field = _SPEC_FIELDS.get(config.type)
     if field is None:
         raise InvalidArgument(f"storage {config.global_unique_name!r}: type {config.type!r}")
+    spec = _plugin_fields(config) if config.type is StorageType.PLUGIN else config.spec
     fields = {
         "global_unique_name": config.global_unique_name,
-        field: config.spec,
+        field: spec,
         "check_storage_available_when_open": config.check_storage_available_when_open,
     }
     fields |= {name: getattr(config, name) for name in config.additions & config.model_fields_set}
     what = f"storage {config.global_unique_name!r}"
     known = list(getattr(pb.StorageConfig(), field).DESCRIPTOR.fields_by_name)
-    if unknown := sorted(set(config.spec) - set(known)):
+    if unknown := sorted(set(spec) - set(known)):
         names = ", ".join(known) or "none"
         raise InvalidArgument(f"{what}: {field} has no field {unknown[0]!r}; its fields: {names}")
     return _message(fields, pb.StorageConfig(), what)
 
 
+def _plugin_fields(config: StorageConfig) -> dict[str, Any]:
+    options = [{"name": k, "value": v} for k, v in config.spec.items() if k != PLUGIN_NAME]
+    return {"name": config.type_name, "options": options}
+
+
 def storage_config(raw: pb.StorageConfig) -> StorageStatus:
     """A storage as listed; ``spec`` has every field of its type."""
     field = raw.WhichOneof("storage_spec") or ""
-    spec = {} if not field else _plain(getattr(raw, field), with_defaults=True)
+    spec: dict[str, Any] = {}
+    if field == "plugin":
+        spec = {PLUGIN_NAME: raw.plugin.name, **{o.name: o.value for o in raw.plugin.options}}
+    elif field:
+        spec = _plain(getattr(raw, field), with_defaults=True)
     return StorageStatus(
         global_unique_name=raw.global_unique_name,
         type=_TYPES.get(field, StorageType.UNSPECIFIED),

@@ -28,6 +28,7 @@ _STORAGE_TYPES: dict[int | str, StorageType] = {
     "ST_TAIRMEMPOOL": StorageType.TAIRMEMPOOL,
     "ST_NFS": StorageType.NFS,
     "ST_VCNS_3FS": StorageType.VCNS_HF3FS,
+    "ST_PLUGIN": StorageType.PLUGIN,
 }
 
 _OUTCOMES = {int(outcome): outcome for outcome in ReportOutcome}

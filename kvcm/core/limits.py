@@ -89,6 +89,10 @@ STORAGE_JOBS_MAX = 1_024
 """Blocking jobs that wait for those threads; a hung mount refuses the next ones."""
 NAMES_PER_JOB_MAX = 256
 """Names that one such job deletes, checks or creates."""
+PLUGIN_NAME_CHARACTERS_MAX = 32
+"""Name of a storage plug-in; it is the scheme of location URIs."""
+OPTIONS_PER_PLUGIN_MAX = 64
+"""Options of one storage that a plug-in serves."""
 MOONCAKE_CALL_S_MAX = 30.0
 """A call of Mooncake's SDK that takes longer ends its process."""
 MOONCAKE_BATCH_KEYS_MAX = 512

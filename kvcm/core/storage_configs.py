@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcm.core.errors import Unsupported
-from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
+from kvcm.core.types import PLUGIN_NAME, StorageConfig, StorageType
 
 _THREEFS: dict[str, tuple[str, object]] = {
     "cluster_name": ("cluster_name", ""),
@@ -51,10 +51,12 @@ def storage_config_element(config: StorageConfig, available: bool) -> dict[str, 
         Unsupported: a type that has no form here.
     """
     keys = SPEC_KEYS.get(config.type)
+    if config.type is StorageType.PLUGIN:
+        keys = {name: (name, "") for name in sorted(config.spec) if name != PLUGIN_NAME}
     if keys is None:
         raise Unsupported(f"storage {config.global_unique_name!r} has no type that clients know")
     return {
-        "type": STORAGE_TYPE_NAMES[config.type],
+        "type": config.type_name,
         "is_available": available,
         "global_unique_name": config.global_unique_name,
         "storage_spec": {

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StorageType(IntEnum):
-    """ST_* of the wire."""
+    """ST_* of the wire; PLUGIN is ours: whatever a plug-in serves."""
 
     UNSPECIFIED = 0
     HF3FS = 1
@@ -21,6 +21,7 @@ class StorageType(IntEnum):
     TAIRMEMPOOL = 3
     NFS = 4
     VCNS_HF3FS = 5
+    PLUGIN = 100
 
 
 STORAGE_TYPE_NAMES: dict[StorageType, str] = {
@@ -29,8 +30,12 @@ STORAGE_TYPE_NAMES: dict[StorageType, str] = {
     StorageType.TAIRMEMPOOL: "pace",
     StorageType.NFS: "file",
     StorageType.VCNS_HF3FS: "vcns_hf3fs",
+    StorageType.PLUGIN: "plugin",
 }
-"""JSON ``type`` in storage_configs, and the URI scheme (wire.md §6)."""
+"""JSON ``type`` in storage_configs, and the URI scheme (wire.md §6); a plug-in's are its name."""
+
+PLUGIN_NAME = "plugin"
+"""Key of the plug-in's name in ``StorageConfig.spec``, beside its options."""
 
 
 class QueryType(IntEnum):
@@ -146,7 +151,8 @@ class Entity(BaseModel):
 
 
 class StorageConfig(Entity):
-    """One storage. ``spec`` holds the fields of the wire's oneof member for ``type``.
+    """One storage. ``spec`` holds the fields of the wire's oneof member for ``type``; for PLUGIN
+    its options, all of them text, and as ``plugin`` the plug-in's name.
 
     ``capacity_bytes`` is what all groups together may hold there, trash included; 0 = unlimited.
     Above ``high_percentage`` of it (a fraction; 0 = never) eviction goes on down to
@@ -163,6 +169,13 @@ class StorageConfig(Entity):
     capacity_bytes: int = 0
     high_percentage: float = 0.0
     low_percentage: float = 0.0
+
+    @property
+    def type_name(self) -> str:
+        """JSON ``type`` in storage_configs, and the scheme of its URIs; empty when it has none."""
+        if self.type is StorageType.PLUGIN:
+            return str(self.spec.get(PLUGIN_NAME, ""))
+        return STORAGE_TYPE_NAMES.get(self.type, "")
 
 
 class StorageStatus(StorageConfig):

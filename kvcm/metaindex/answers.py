@@ -35,6 +35,7 @@ _TYPE_NAMES = {
     StorageType.TAIRMEMPOOL: "ST_TAIRMEMPOOL",
     StorageType.NFS: "ST_NFS",
     StorageType.VCNS_HF3FS: "ST_VCNS_3FS",
+    StorageType.PLUGIN: "ST_PLUGIN",
 }
 _json = msgspec.json.Encoder().encode
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcm.core import limits
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import (
+    PLUGIN_NAME,
+    STORAGE_TYPE_NAMES,
     CacheConfig,
     CacheReclaimStrategy,
     Instance,
@@ -29,6 +31,7 @@ INT32_MAX = (1 << 31) - 1
 INT64_MAX = (1 << 63) - 1
 
 _STORAGE_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
+_PLUGIN_NAME = re.compile(rf"[a-z][a-z0-9_]{{0,{limits.PLUGIN_NAME_CHARACTERS_MAX - 1}}}")
 
 _POSIX_SPEC: dict[str, type] = {
     "cluster_name": str,
@@ -54,8 +57,9 @@ STORAGE_SPEC_FIELDS: dict[StorageType, dict[str, type]] = {
     },
     StorageType.TAIRMEMPOOL: {"domain": str, "timeout": int, "enable_vipserver": bool},
     StorageType.NFS: {"root_path": str, "key_count_per_file": int},
+    StorageType.PLUGIN: {},
 }
-"""Fields of each storage type's spec, by wire name (wire.md §2)."""
+"""Fields of each storage type's spec, by wire name (wire.md §2); of plug-ins none is known."""
 
 
 def check_text(value: str, field: str, *, bytes_max: int = limits.TEXT_FIELD_BYTES_MAX) -> None:
@@ -100,6 +104,8 @@ def check_storage(config: StorageConfig, field: str = "storage") -> None:
         raise InvalidArgument(f"{field}.storage_spec is not set")
     _check_integers(config, field, ("capacity_bytes",))
     _check_marks(config, field)
+    if config.type is StorageType.PLUGIN:
+        _check_plugin(config.spec, f"{field}.storage_spec.plugin")
     for key, value in config.spec.items():
         _check_spec_value(value, fields.get(key), f"{field}.storage_spec.{key}")
     _check_stored_values(config, field)
@@ -193,6 +199,23 @@ def _check_marks(config: StorageConfig, field: str) -> None:
     _check_share(low, f"{field}.low_percentage")
     if 0 < high < low:
         raise InvalidArgument(f"{field}.low_percentage is {low}, above high_percentage {high}")
+
+
+def _check_plugin(spec: Mapping[str, Any], field: str) -> None:
+    name = spec.get(PLUGIN_NAME)
+    if not isinstance(name, str) or not _PLUGIN_NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{field}.name {name!r} must be 1 to {limits.PLUGIN_NAME_CHARACTERS_MAX} small letters,"
+            " digits and _, a letter first: it is the scheme of location URIs"
+        )
+    if name in STORAGE_TYPE_NAMES.values():
+        raise InvalidArgument(f"{field}.name {name!r} is a type of its own, with fields of its own")
+    options = {key: value for key, value in spec.items() if key != PLUGIN_NAME}
+    _check_count(options, f"{field}.options", limits.OPTIONS_PER_PLUGIN_MAX)
+    for option, value in options.items():
+        check_name(option, f"{field}.options.name")
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{field}.options: the value of {option!r} must be text")
 
 
 def _check_share(value: float, field: str) -> None:

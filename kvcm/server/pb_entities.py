@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import (
+    PLUGIN_NAME,
     Account,
     Entity,
     Instance,
@@ -33,6 +34,7 @@ ONEOF_TYPES: dict[str, StorageType] = {
     "tair_mem_pool": StorageType.TAIRMEMPOOL,
     "nfs": StorageType.NFS,
     "vcnsthreefs": StorageType.VCNS_HF3FS,
+    "plugin": StorageType.PLUGIN,
 }
 """Member of StorageConfig.storage_spec → type (wire.md §6)."""
 
@@ -43,17 +45,16 @@ def storage_of(message: Any, field: str = "storage") -> StorageConfig:
     """The storage that an admin StorageConfig describes; enabled.
 
     Raises:
-        InvalidArgument: no member of ``storage_spec`` is set.
+        InvalidArgument: no member of ``storage_spec`` is set, or an option of a plug-in twice.
     """
     member = message.WhichOneof("storage_spec")
     if member is None:
         raise InvalidArgument(f"{field}.storage_spec is not set")
-    spec = getattr(message, member)
     return StorageConfig(
         global_unique_name=message.global_unique_name,
         # `local` has no type on the wire; it is refused as not built in.
         type=ONEOF_TYPES.get(member, StorageType.UNSPECIFIED),
-        spec={f.name: getattr(spec, f.name) for f in spec.DESCRIPTOR.fields},
+        spec=_spec_of(getattr(message, member), f"{field}.storage_spec.{member}"),
         check_storage_available_when_open=message.check_storage_available_when_open,
         **{n: getattr(message, n) for n in StorageConfig.additions if message.HasField(n)},
     )
@@ -71,9 +72,27 @@ def fill_storage(message: Any, config: StorageConfig) -> None:
         return
     spec = getattr(message, member)
     spec.SetInParent()
+    if config.type is StorageType.PLUGIN:
+        spec.name = config.type_name
+        for name, value in config.spec.items():
+            if name != PLUGIN_NAME:
+                spec.options.add(name=name, value=value)
+        return
     for field in spec.DESCRIPTOR.fields:
         if field.name in config.spec:
             setattr(spec, field.name, config.spec[field.name])
+
+
+def _spec_of(message: Any, field: str) -> dict[str, Any]:
+    names = [f.name for f in message.DESCRIPTOR.fields]
+    if "options" not in names:
+        return {name: getattr(message, name) for name in names}
+    spec: dict[str, Any] = {PLUGIN_NAME: message.name}
+    for i, option in enumerate(message.options):
+        if option.name in spec:
+            raise InvalidArgument(f"{field}.options[{i}].name {option.name!r} is taken already")
+        spec[option.name] = option.value
+    return spec
 
 
 def group_of(message: Message, field: str = "instance_group") -> InstanceGroup:

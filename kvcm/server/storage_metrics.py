@@ -8,7 +8,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvcm.core.health import HealthState
-from kvcm.core.types import STORAGE_TYPE_NAMES
 from kvcm.server.backends import StorageHealth
 
 
@@ -50,7 +49,7 @@ class StorageMetrics(Collector):
         for status in self._statuses():
             name = status.config.global_unique_name
             shown = status.state.name.lower() if status.config.enabled else "disabled"
-            kind = STORAGE_TYPE_NAMES.get(status.config.type, "")
+            kind = status.config.type_name
             for known in (*(s.name.lower() for s in HealthState), "disabled"):
                 state.add_metric([name, kind, known], float(known == shown))
             for to, count in status.changes.items():

@@ -54,22 +54,14 @@ class TestMooncake(StorageBackendContract):
             spec={"master_service_entry": entry},
         )
         backend = build_backend(config, SystemClock())
+        await backend.create()
         await backend.open()
         yield backend
         await backend.close()
         assert raw_client(entry).remove_all(True) >= 0
 
-    async def write_block(self, uri: str, data: bytes) -> None:
-        (answer,) = await self._sdk.put_many_async([(uri, data)])
-        if answer is not None:
-            raise answer
-
-    async def read_block(self, uri: str) -> bytes | None:
-        (answer,) = await self._sdk.get_many_async([(uri, None)])
-        if isinstance(answer, Exception):
-            assert getattr(answer, "reason", "") == "MISSING", answer
-            return None
-        return answer
+    def sdk(self) -> MooncakeSdk:
+        return self._sdk
 
     async def delete(
         self, backend: DataStorageBackend, names: Sequence[str]

@@ -1,10 +1,13 @@
-"""What every DataStorageBackend must do. Subclass and give ``backend`` (opened) as a fixture::
+"""What every DataStorageBackend must do. Subclass and give ``backend`` as a fixture::
 
     class TestMine(StorageBackendContract):
         @pytest.fixture
         async def backend(self): ...
 
-and, unless its URIs are files, ``write_block`` and ``read_block``. It starts empty each time.
+        def sdk(self): ...
+
+It is opened, and empty each time. ``sdk`` moves blocks as clients do; where its URIs are files,
+nothing is to be given. See docs/plugins.md.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from dataclasses import replace
 import pytest
 
 from kvcm.client.file_sdk import FileSdk
+from kvcm.client.transfer import MISSING, TRUNCATED, TransferSdk
 from kvcm.core.errors import InvalidArgument, StorageError, Unsupported
-from kvcm.core.types import STORAGE_TYPE_NAMES
 from kvcm.core.uri import parse_uri
 from kvcm.storage_backends.base import Capability, DataStorageBackend, ExtentName, SpecSlots
 
@@ -51,17 +54,21 @@ HOSTILE_NAMES = (
 class StorageBackendContract:
     """Holds for each backend; effects are observed through the bytes that clients move."""
 
+    def sdk(self) -> TransferSdk:
+        """What clients write and read blocks with; asked for again and again."""
+        return FileSdk()
+
     async def write_block(self, uri: str, data: bytes) -> None:
         """Write a block as a client does."""
-        (answer,) = await FileSdk().put_many_async([(uri, data)])
+        (answer,) = await self.sdk().put_many_async([(uri, data)])
         if answer is not None:
             raise answer
 
     async def read_block(self, uri: str) -> bytes | None:
         """Read a block as a client does; None when it is gone."""
-        (answer,) = await FileSdk().get_many_async([(uri, None)])
+        (answer,) = await self.sdk().get_many_async([(uri, None)])
         if isinstance(answer, Exception):
-            assert getattr(answer, "reason", "") in ("MISSING", "TRUNCATED"), answer
+            assert getattr(answer, "reason", "") in (MISSING, TRUNCATED), answer
             return None
         return answer
 
@@ -91,7 +98,7 @@ class StorageBackendContract:
         descriptor = backend.place(EXTENT, SPECS)
         for uri in backend.uris(descriptor, EXTENT, SPECS[0], 0, 21):
             parsed = parse_uri(uri)
-            assert parsed.scheme == STORAGE_TYPE_NAMES[backend.type]
+            assert parsed.scheme == backend.config.type_name
             assert parsed.storage == backend.config.global_unique_name
             assert parsed.size == 64
             assert list(parsed.params) == sorted(parsed.params)
@@ -215,6 +222,24 @@ class StorageBackendContract:
             await backend.prepare(CLUSTER, EXTENT.instance_uid)
         for _ in range(2):
             await backend.close()
+
+    async def test_a_closed_storage_frees_nothing_and_is_whole_when_opened_again(
+        self, backend: DataStorageBackend
+    ) -> None:
+        uris, names = await self._fill(backend, EXTENT), self._names(backend, EXTENT)
+        await backend.close()
+        assert not (await backend.probe()).available
+        try:
+            answers = await backend.delete(names)
+        except StorageError:
+            pass
+        else:
+            assert len(answers) == len(names)
+            assert all(isinstance(answer, StorageError) for answer in answers)
+        # Blocks on a storage that is down can be given up, so their names must be known.
+        assert self._names(backend, EXTENT) == names
+        await backend.open()
+        assert all([await self.read_block(uri) is not None for uri in uris])
 
     async def test_exists_compares_sizes_or_is_unsupported(
         self, backend: DataStorageBackend

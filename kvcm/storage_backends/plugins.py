@@ -1,0 +1,90 @@
+"""Adapters of third parties: entry points of the group ``kvcm.storage_backends``.
+
+An entry point's name is the storage type that it serves, its object a `BackendFactory`. See
+docs/plugins.md and docs/decisions/0019-storage-plugins.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeAlias
+
+from kvcm.core.clock import Clock
+from kvcm.core.errors import KvcmError, StorageError, Unsupported
+from kvcm.core.types import StorageConfig
+from kvcm.storage_backends.base import DataStorageBackend
+
+GROUP = "kvcm.storage_backends"
+
+BackendFactory: TypeAlias = Callable[[StorageConfig, Clock], DataStorageBackend]
+"""Makes the backend of a storage, not opened yet, and touches nothing. Raises InvalidArgument for
+a config that is wrong; the message names the option."""
+
+
+def build(kind: str, config: StorageConfig, clock: Clock) -> DataStorageBackend:
+    """The backend that the plug-in for storages of type ``kind`` makes.
+
+    Raises:
+        Unsupported: none is installed, several are, or it cannot be loaded.
+        InvalidArgument: it refuses the config.
+        StorageError: it fails in any other way.
+    """
+    storage = f"storage {config.global_unique_name!r}"
+    try:
+        factory = _load(kind)
+    except Unsupported as error:
+        raise Unsupported(f"{storage}: {error}") from error
+    try:
+        return factory(config, clock)
+    except KvcmError:
+        raise
+    except Exception as error:  # code of others: its faults must be told from ours
+        raise StorageError(f"{storage}: plug-in {kind!r} failed: {_text(error)}") from error
+
+
+# Both are asked for again and again while a storage cannot be built; reading what is installed
+# takes milliseconds. What is installed later counts from the next start.
+@cache
+def _installed() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+@cache
+def _outcome(kind: str) -> BackendFactory | str:
+    """The factory, or why there is none."""
+    points = _installed().get(kind, [])
+    if not points:
+        return f"type {kind!r} is not built in, and no plug-in {GROUP}:{kind} is installed"
+    if len({point.value for point in points}) > 1:
+        packages = ", ".join(sorted(map(_package, points)))
+        return f"type {kind!r} is served by several plug-ins: {packages}; leave one installed"
+    point = points[0]
+    label = f"plug-in {kind!r} ({point.value}, {_package(point)})"
+    try:
+        factory = point.load()
+    except (Exception, SystemExit) as error:  # code of others may do anything when imported
+        return f"{label} cannot be loaded: {_text(error)}"
+    if not callable(factory):
+        return f"{label} is no factory but {type(factory).__name__}"
+    loaded: BackendFactory = factory
+    return loaded
+
+
+def _load(kind: str) -> BackendFactory:
+    outcome = _outcome(kind)
+    if isinstance(outcome, str):
+        raise Unsupported(outcome)
+    return outcome
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
