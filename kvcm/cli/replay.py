@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 # Before grpc is imported, here and in the engines: its C core writes notes to standard error.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Mooncake's library notes there, step by step, how it connects.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
+import msgspec
 import typer
 from rich.progress import (
     BarColumn,
@@ -20,8 +24,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvcm.cli.admin_common import DEFAULT_TARGET as ADMIN_TARGET
+from kvcm.cli.admin_common import TIMEOUT_S, parse_bytes
 from kvcm.cli.output import err_console, fail, one_line_errors, out_console, print_json
 from kvcm.cli.replay_report import print_report
+from kvcm.cli.replay_storages import REPLAY_GROUP, parse_storage, prepare
+from kvcm.client import AdminClient
 from kvcm.core.errors import InvalidArgument
 from kvcm.optimizer.acks import AckHeader, AckWriter, read_acks
 from kvcm.optimizer.counters import Counters, as_report
@@ -71,7 +79,27 @@ def replay(
         str | None,
         typer.Option(help="Instance id. [default: replay-<name of the trace>]", show_default=False),
     ] = None,
-    group: Annotated[str, typer.Option(help="Instance group.")] = "default",
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Instance group. [default: default; {REPLAY_GROUP} with --storage]",
+            show_default=False,
+        ),
+    ] = None,
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage",
+            "-s",
+            help="Storage to replay on, added if it is not there: file:///path, "
+            "hf3fs:///mountpoint, mooncake://host:port, or NAME=... of these; may be repeated. A "
+            "group that is not there is made with them as candidates.",
+        ),
+    ] = None,
+    capacity: Annotated[str, typer.Option(help="Bytes of a group made by --storage.")] = "30GB",
+    admin_target: Annotated[
+        str, typer.Option(help="Address of the admin service, for --storage.")
+    ] = ADMIN_TARGET,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out at the start.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows to replay at most.")] = None,
     block_size: Annotated[
@@ -136,6 +164,10 @@ def replay(
             call_timeout_s=call_timeout,
             acks=None if acks is None else str(acks),
         )
+        if group is None:
+            group = REPLAY_GROUP if storage else "default"
+        if storage:
+            _prepare(storage, group, capacity, admin_target)
         done = run_replay(plan, group, workers)
         if as_json:
             print_json(done.report)
@@ -144,6 +176,14 @@ def replay(
             print_report(out_console(), done.report, title=title)
     if done.exit_code:
         raise typer.Exit(done.exit_code)
+
+
+def _prepare(storages: Sequence[str], group: str, capacity: str, admin_target: str) -> None:
+    wanted = [parse_storage(text) for text in storages]
+    size = parse_bytes(capacity)
+    with AdminClient(admin_target, timeout=TIMEOUT_S) as client:
+        for note in prepare(client, wanted, group, size):
+            err_console().print(note, soft_wrap=True)
 
 
 def parse_speed(text: str) -> float | None:
@@ -180,9 +220,15 @@ def run_replay(plan: ReplayPlan, group: str, workers: int) -> Replayed:
     )
     if not read.rows:
         raise InvalidArgument(f"trace {plan.trace}: no requests to replay")
-    register_plan(plan, group)
+    plan = msgspec.structs.replace(plan, storage_configs=register_plan(plan, group))
     if plan.acks is not None:
-        header = AckHeader(plan.instance, plan.fingerprint, plan.spec_names, plan.block_bytes)
+        header = AckHeader(
+            plan.instance,
+            plan.fingerprint,
+            plan.spec_names,
+            plan.block_bytes,
+            plan.storage_configs,
+        )
         AckWriter.begin(plan.acks, header)
     outcome = _run_with_progress(plan, workers, len(read.rows))
     return _replayed(plan, workers, read, outcome)

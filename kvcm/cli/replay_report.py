@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +41,30 @@ def print_report(console: Console, report: Mapping[str, Any], *, title: str) -> 
             more = f"p99 {human_ms(times['p99'])}, max {human_ms(times['max'])}"
             row(what, f"p50 {human_ms(times['p50'])}", more)
     console.print(grid)
+    if report["storages"]:
+        console.print(_storages(report["storages"]))
     _print_verdict(console, report)
+
+
+def _storages(storages: Sequence[Mapping[str, Any]]) -> Table:
+    grid = Table(title="storages; MB/s of one engine while it moves bytes", title_justify="left")
+    for name in ("storage", "type"):
+        grid.add_column(name)
+    for what in ("written", "read"):
+        for name in (f"blocks {what}", "bytes", "MB/s", "failed"):
+            grid.add_column(name, justify="right")
+    for entry in storages:
+        cells = [entry["storage"], entry["type"]]
+        for what in ("written", "read"):
+            moved = entry[what]
+            cells += [
+                f"{moved['blocks']:,}",
+                human_bytes(moved["bytes"]),
+                f"{moved['mb_per_s']:,.0f}",
+                f"{moved['failed']:,}",
+            ]
+        grid.add_row(*cells)
+    return grid
 
 
 _RARE = {

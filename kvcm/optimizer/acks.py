@@ -22,6 +22,8 @@ class AckHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
     spec_names: list[str]
     block_bytes: int
+    storage_configs: str = ""
+    """JSON of the storages, for the SDKs."""
     kvcm_acks: int = 1
 
 

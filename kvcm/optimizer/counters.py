@@ -14,6 +14,27 @@ FAULTS_SHOWN = 5
 """Wrong or lost blocks that are described; all are counted."""
 
 
+class StorageCounters(msgspec.Struct):
+    """What engines moved to and from one storage. Seconds are those of calls that did, summed over
+    the engines."""
+
+    blocks_written: int = 0
+    blocks_read: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    writes_failed: int = 0
+    """Blocks of which a part was not written."""
+    reads_failed: int = 0
+    """Blocks of which a part could not be read, or was wrong."""
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+    def merge(self, other: StorageCounters) -> None:
+        """Add what ``other`` counted."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
 class Counters(msgspec.Struct):
     """Counts of one or several engines. Blocks are counted once per request that names them."""
 
@@ -41,6 +62,8 @@ class Counters(msgspec.Struct):
     """Refused by a limit, by its reason."""
     bytes_read: int = 0
     bytes_written: int = 0
+    storages: dict[str, StorageCounters] = msgspec.field(default_factory=dict)
+    """By ``scheme://storage``, as URIs begin."""
     retries: dict[str, int] = msgspec.field(default_factory=dict)
     """Calls tried again, by the error's name."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
@@ -61,6 +84,9 @@ class Counters(msgspec.Struct):
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, LatencyHistogram):
                 mine.merge(theirs)
+            elif name == "storages":
+                for key, counters in theirs.items():
+                    self.storage(key).merge(counters)
             elif isinstance(mine, dict):
                 for key, count in theirs.items():
                     mine[key] = mine.get(key, 0) + count
@@ -70,6 +96,10 @@ class Counters(msgspec.Struct):
                 self.late_max_s = max(mine, theirs)
             else:
                 setattr(self, name, mine + theirs)
+
+    def storage(self, place: str) -> StorageCounters:
+        """The counters of one storage, ``scheme://storage``."""
+        return self.storages.setdefault(place, StorageCounters())
 
     def note(self, fault: str) -> None:
         """Keep a description, if there is room."""
@@ -97,13 +127,38 @@ def count(table: dict[str, int], name: str, by: int = 1) -> None:
     table[name] = table.get(name, 0) + by
 
 
+def _storage_report(place: str, counters: StorageCounters) -> dict[str, Any]:
+    scheme, _, name = place.partition("://")
+    return {
+        "storage": name,
+        "type": scheme,
+        "written": {
+            "blocks": counters.blocks_written,
+            "bytes": counters.bytes_written,
+            "failed": counters.writes_failed,
+            "mb_per_s": _mb_per_s(counters.bytes_written, counters.write_s),
+        },
+        "read": {
+            "blocks": counters.blocks_read,
+            "bytes": counters.bytes_read,
+            "failed": counters.reads_failed,
+            "mb_per_s": _mb_per_s(counters.bytes_read, counters.read_s),
+        },
+    }
+
+
+def _mb_per_s(count: int, seconds: float) -> float:
+    return round(count / seconds / 1e6, 2) if seconds > 0 else 0.0
+
+
 def as_report(
     total: Counters, best: Ceiling, wall_s: float, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The machine form of a replay's result. Latencies are in milliseconds.
 
     ``hit_rate.blocks`` and ``ceiling.blocks`` are block-weighted (hits / blocks over everything),
-    ``….requests`` request-weighted (the mean of each request's share).
+    ``….requests`` request-weighted (the mean of each request's share). ``mb_per_s`` is what one
+    engine reached while it moved bytes to or from that storage.
     """
     return {
         **extra,
@@ -134,6 +189,7 @@ def as_report(
         },
         "bytes_read": total.bytes_read,
         "bytes_written": total.bytes_written,
+        "storages": [_storage_report(*item) for item in sorted(total.storages.items())],
         "latency_ms": {
             name: getattr(total, name).summary_ms()
             for name in ("lookup", "start", "finish", "read", "write")

@@ -11,7 +11,7 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import CapacityReached, KvcmError, NotLeader, NotReady, Unsupported
 from kvcm.core.types import ReportKind
 from kvcm.optimizer.content import BlockContent
-from kvcm.optimizer.counters import Counters, count
+from kvcm.optimizer.counters import Counters, StorageCounters, count
 from kvcm.optimizer.latency import LatencyHistogram
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Manager(Protocol):
 
 
 class BlockStore(Protocol):
-    """The file SDK: answers position by position, errors as values."""
+    """The transfer SDK: answers position by position, errors as values."""
 
     def put_many(self, items: Sequence[tuple[str, bytes]]) -> Sequence[KvcmError | None]:
         """Write blocks; None = written."""
@@ -144,6 +144,10 @@ class Engine:
                 fault = self._fault(keys[i], spec, found[i], data) if i not in faulty else None
                 if fault is not None:
                     faulty[i] = fault
+            for i in batch:
+                counters = self._storage_of(found[i])
+                counters.reads_failed += i in faulty
+                counters.blocks_read += i not in faulty
         if found:
             self.counters.read.add(self._clock.monotonic() - begun)
         return faulty
@@ -161,6 +165,7 @@ class Engine:
                 return ReportKind.MISSING
             return report_kind(data) if is_reportable(data) else ReportKind.UNSPECIFIED
         counters.bytes_read += len(data)
+        self._storage_of(location).bytes_read += len(data)
         fault = self._content.fault(key, spec, self._settings.block_bytes, data)
         if fault is not None:
             counters.blocks_wrong += 1
@@ -242,12 +247,22 @@ class Engine:
             for (j, spec), error in zip(names, answers, strict=True):
                 if error is None:
                     counters.bytes_written += settings.block_bytes
+                    self._storage_of(grant.locations[j]).bytes_written += settings.block_bytes
                     continue
                 success[j] = False
                 counters.note(f"not written: block {keys[grant.granted[j]]} {spec}: {error}")
+            for j in batch:
+                at = self._storage_of(grant.locations[j])
+                at.writes_failed += not success[j]
+                at.blocks_written += success[j]
         if grant.granted:
             counters.write.add(self._clock.monotonic() - begun)
         return success
+
+    def _storage_of(self, location: Location) -> StorageCounters:
+        """All specs of a block lie on one storage."""
+        parts = next(iter(location.values()), "").split("/", 3)
+        return self.counters.storage("/".join(parts[:3]))
 
     def _batches(self, blocks: int) -> Iterator[range]:
         block = self._settings.block_bytes * len(self._settings.spec_names)

@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 
 from kvcm.client import AsyncClient
-from kvcm.client.file_sdk import FileSdk
+from kvcm.client.router import Moved, Transfers
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import KvcmError
 from kvcm.optimizer.acks import AckWriter
@@ -39,7 +39,8 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     """What every engine needs to know; passed to it as JSON.
 
     ``speed`` is a factor on the recorded times; None = flat out. ``block_bytes`` is the size of
-    each spec of a block, ``block_tokens`` the trace's block size.
+    each spec of a block, ``block_tokens`` the trace's block size. ``storage_configs`` is what
+    RegisterInstance answered: JSON of the storages, for the SDKs.
     """
 
     trace: str
@@ -58,6 +59,7 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     write_timeout_s: int = 0
     call_timeout_s: float = 10.0
     acks: str | None = None
+    storage_configs: str = ""
 
 
 class _Report(msgspec.Struct):
@@ -221,9 +223,10 @@ class _EngineRunner:
         plan = self._plan
         acks = AckWriter(plan.acks) if plan.acks is not None else None
         async with AsyncClient(plan.targets, timeout=plan.call_timeout_s) as client:
+            store = Transfers(plan.storage_configs, clock=self._clock, observe=self._moved)
             self._engine = Engine(
                 RemoteManager(client, plan.instance, plan.write_timeout_s),
-                cast(BlockStore, FileSdk()),
+                cast(BlockStore, store),
                 BlockContent(plan.fingerprint),
                 EngineSettings(
                     tuple(plan.spec_names), plan.block_bytes, plan.verify, plan.outage_s
@@ -234,7 +237,8 @@ class _EngineRunner:
             )
             _send(self._pipe, _Report(ready=True))
             begin = msgspec.json.decode(self._pipe.recv_bytes(), type=float)
-            await self._serve(self._engine, begin)
+            with store:
+                await self._serve(self._engine, begin)
         if acks:
             acks.close()
 
@@ -273,6 +277,14 @@ class _EngineRunner:
         counters = self._engine.counters
         counters.late_max_s = max(counters.late_max_s, -left)
         return True
+
+    def _moved(self, moved: Moved) -> None:
+        assert self._engine is not None
+        at = self._engine.counters.storage(f"{moved.place.scheme}://{moved.place.storage}")
+        if moved.is_put:
+            at.write_s += moved.seconds
+        else:
+            at.read_s += moved.seconds
 
     def unreported(self) -> Counters | None:
         """What was counted since the last call."""

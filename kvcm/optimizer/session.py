@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvcm.client import AsyncClient
-from kvcm.client.file_sdk import FileSdk
+from kvcm.client.router import Transfers
 from kvcm.core.types import ModelDeployment
 from kvcm.optimizer.acks import AckHeader
 from kvcm.optimizer.content import BlockContent
@@ -30,16 +30,19 @@ def fingerprint(instance: str, block_bytes: int, salt: str) -> str:
     return "\0".join((instance, str(block_bytes), salt))
 
 
-def register(plan: ReplayPlan, group: str) -> None:
+def register(plan: ReplayPlan, group: str) -> str:
     """Register the plan's instance; again with equal data is OK.
+
+    Returns:
+        JSON of the storages that its blocks may lie on, for the plan and the SDKs.
 
     Raises:
         KvcmError: no manager answers, or it refuses.
     """
 
-    async def call() -> None:
+    async def call() -> str:
         async with AsyncClient(plan.targets, timeout=plan.call_timeout_s) as client:
-            await client.register_instance(
+            known = await client.register_instance(
                 group,
                 plan.instance,
                 plan.block_tokens,
@@ -48,8 +51,9 @@ def register(plan: ReplayPlan, group: str) -> None:
                     model_name="kvcm-replay", dtype="bytes", tp_size=len(plan.spec_names)
                 ),
             )
+            return msgspec.json.encode(known.storage_configs).decode()
 
-    asyncio.run(call())
+    return asyncio.run(call())
 
 
 class AckCheck(msgspec.Struct):
@@ -78,19 +82,25 @@ def check_acks(
     async def call() -> AckCheck:
         result = AckCheck(keys=len(keys))
         step = max(1, _URIS_PER_LOOKUP_MAX // max(1, len(header.spec_names)))
+        sdk = Transfers(header.storage_configs)
         async with AsyncClient(list(targets), timeout=call_timeout_s) as client:
             manager = RemoteManager(client, header.instance, 0)
-            for first in range(0, len(keys), step):
-                await _check_batch(manager, header, keys[first : first + step], result)
+            with sdk:
+                for first in range(0, len(keys), step):
+                    await _check_batch(manager, sdk, header, keys[first : first + step], result)
         return result
 
     return asyncio.run(call())
 
 
 async def _check_batch(
-    manager: RemoteManager, header: AckHeader, keys: Sequence[int], result: AckCheck
+    manager: RemoteManager,
+    sdk: Transfers,
+    header: AckHeader,
+    keys: Sequence[int],
+    result: AckCheck,
 ) -> None:
-    content, sdk = BlockContent(header.fingerprint), FileSdk()
+    content = BlockContent(header.fingerprint)
     for key, location in zip(keys, await manager.find(keys), strict=True):
         uris = [location.get(spec, "") for spec in header.spec_names]
         if not any(uris):
