@@ -64,6 +64,10 @@ class Site:
     data folder too unless ``index_url`` names a Valkey.
 
     The first start takes free ports; later ones the same, so that engines find it again.
+
+    Args:
+        document: storages and groups, other than that storage and a group of it.
+        inside: put before every command.
     """
 
     def __init__(
@@ -73,8 +77,11 @@ class Site:
         root: Path | None = None,
         keys_per_file: int = 8,
         index_url: str = "",
+        document: dict[str, Any] | None = None,
+        inside: Sequence[str] = (),
     ) -> None:
         self.folder = folder
+        self.inside = inside
         self.index_url = index_url
         self.data_dir = folder / "data"
         self.root = root or folder / "blocks"
@@ -83,7 +90,7 @@ class Site:
         self.log = folder / "manager.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.ready: dict[str, Any] = {}
-        document = {
+        document = document or {
             "storages": [
                 {
                     "global_unique_name": STORAGE,
@@ -121,7 +128,7 @@ class Site:
         options = [item for setting in settings for item in ("--set", setting)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command(
+                self._command(
                     "serve",
                     *ports,
                     f"--data-dir={self.data_dir}",
@@ -255,12 +262,16 @@ class Site:
 
         return eventually_sync(empty, timeout=PATIENCE_S, interval=WRITE_TIMEOUT_S + grace_s)
 
+    def _command(self, *arguments: object) -> list[str]:
+        return [*self.inside, *command(*arguments)]
+
     # ---- engines -----------------------------------------------------------------------------
 
     def replay(self, *arguments: object) -> subprocess.Popen[str]:
         """``kvcm replay --json`` against the manager, under way."""
+        fixed = ("--json", "-t", self.target, "--outage", PATIENCE_S)
         return subprocess.Popen(
-            command("replay", "--json", "-t", self.target, "--outage", PATIENCE_S, *arguments),
+            self._command("replay", *fixed, *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
