@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvcm.client.file_sdk import SCHEMES as FILE_SCHEMES
 from kvcm.client.file_sdk import FileSdk
+from kvcm.client.memory_sdk import MemorySdk
 from kvcm.client.transfer import (
     GetResult,
     PutResult,
@@ -119,6 +120,7 @@ class Transfers(TransferSdk):
         self._factories: dict[str, SdkFactory] = {}
         for scheme in FILE_SCHEMES:
             self.register(scheme, lambda name, fields: FileSdk(fsync=fsync, clock=self._clock))
+        self.register("memory", lambda name, fields: MemorySdk())
         self.register("mooncake", _mooncake_factory(segment_bytes, self._clock))
         self.configure(storages)
         for name, fields in (mooncake or {}).items():

@@ -14,7 +14,6 @@ from kvcm.core import limits
 from kvcm.core.errors import InvalidArgument
 from kvcm.core.types import (
     PLUGIN_NAME,
-    STORAGE_TYPE_NAMES,
     CacheConfig,
     CacheReclaimStrategy,
     Instance,
@@ -208,8 +207,6 @@ def _check_plugin(spec: Mapping[str, Any], field: str) -> None:
             f"{field}.name {name!r} must be 1 to {limits.PLUGIN_NAME_CHARACTERS_MAX} small letters,"
             " digits and _, a letter first: it is the scheme of location URIs"
         )
-    if name in STORAGE_TYPE_NAMES.values():
-        raise InvalidArgument(f"{field}.name {name!r} is a type of its own, with fields of its own")
     options = {key: value for key, value in spec.items() if key != PLUGIN_NAME}
     _check_count(options, f"{field}.options", limits.OPTIONS_PER_PLUGIN_MAX)
     for option, value in options.items():

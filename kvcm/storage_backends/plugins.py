@@ -12,8 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 from kvcm.core.clock import Clock
-from kvcm.core.errors import KvcmError, StorageError, Unsupported
-from kvcm.core.types import StorageConfig
+from kvcm.core.errors import InvalidArgument, KvcmError, StorageError, Unsupported
+from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
 
 GROUP = "kvcm.storage_backends"
@@ -28,10 +28,12 @@ def build(kind: str, config: StorageConfig, clock: Clock) -> DataStorageBackend:
 
     Raises:
         Unsupported: none is installed, several are, or it cannot be loaded.
-        InvalidArgument: it refuses the config.
+        InvalidArgument: it refuses the config, or the config should have been of a type of ours.
         StorageError: it fails in any other way.
     """
     storage = f"storage {config.global_unique_name!r}"
+    if config.type is StorageType.PLUGIN and kind in STORAGE_TYPE_NAMES.values():
+        raise InvalidArgument(f"{storage}: {kind!r} is a type of its own, with fields of its own")
     try:
         factory = _load(kind)
     except Unsupported as error:

@@ -16,6 +16,7 @@ from kvcm.core.types import (
     LocationSpecGroup,
     LocationSpecInfo,
     QuotaConfig,
+    StorageConfig,
     StorageType,
     TriggerStrategy,
 )
@@ -233,6 +234,12 @@ def test_legal_groups_are_accepted(make: Callable[[], Any]) -> None:
     validate.check_group(make())
 
 
+def plugin(name: str, count: int = 0, **options: str) -> StorageConfig:
+    numbered = {f"option_{i}": "" for i in range(count)}
+    spec = {"plugin": name, **numbered, **options}
+    return storage(type=StorageType.PLUGIN, spec=spec)
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -246,6 +253,15 @@ def test_legal_groups_are_accepted(make: Callable[[], Any]) -> None:
         (lambda: storage(spec={"key_count_per_file": True}), "storage_spec.key_count_per_file"),
         (lambda: storage(spec={"key_count_per_file": -1}), "storage_spec.key_count_per_file"),
         (lambda: storage(root="r" * (limits.TEXT_FIELD_BYTES_MAX + 1)), "storage_spec.root_path"),
+        (lambda: plugin(""), "storage_spec.plugin.name"),
+        (lambda: plugin("A"), "storage_spec.plugin.name"),
+        (lambda: plugin("1st"), "storage_spec.plugin.name"),
+        (lambda: plugin("a/b"), "storage_spec.plugin.name"),
+        (lambda: plugin("a\n"), "storage_spec.plugin.name"),
+        (lambda: plugin("p" * (limits.PLUGIN_NAME_CHARACTERS_MAX + 1)), "storage_spec.plugin.name"),
+        (lambda: plugin("p", limits.OPTIONS_PER_PLUGIN_MAX + 1), "storage_spec.plugin.options"),
+        (lambda: plugin("p", **{" x": "1"}), "storage_spec.plugin.options.name"),
+        (lambda: plugin("p", x="\0"), "storage_spec.x"),
     ],
 )
 def test_a_bad_storage_names_its_field(make: Callable[[], Any], named: str) -> None:
@@ -257,6 +273,8 @@ def test_a_bad_storage_names_its_field(make: Callable[[], Any], named: str) -> N
 def test_storages_at_their_limits_are_accepted() -> None:
     validate.check_storage(storage("s" * limits.ENTITY_NAME_BYTES_MAX))
     validate.check_storage(storage(root="r" * limits.TEXT_FIELD_BYTES_MAX))
+    name = "p" * limits.PLUGIN_NAME_CHARACTERS_MAX
+    validate.check_storage(plugin(name, limits.OPTIONS_PER_PLUGIN_MAX))
 
 
 def test_a_message_never_repeats_a_password() -> None:
