@@ -218,7 +218,7 @@ async def replay(requests: Requests, blocks: int, policy: str, folder: Path) -> 
         await store.open()
         backends = BackendSet(lambda c: build_backend(c, clock), clock, period_s=5.0)
         stack.push_async_callback(backends.close)
-        await backends.open(registry.view)
+        await backends.open(registry.view, new=True)
         manager = Manager(registry, store, backends, clock, CacheSettings())
         stack.push_async_callback(manager.close)
         await manager.open()

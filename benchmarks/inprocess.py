@@ -102,14 +102,14 @@ async def local_manager(
         registry = wiring.build_registry(settings, clock)
         stack.push_async_callback(registry.close)
         await registry.open()
-        await registry.bootstrap(*bootstrap.read(contents))
+        created = await registry.bootstrap(*bootstrap.read(contents))
         store = wiring.build_store(settings, clock)
         stack.push_async_callback(store.close)
         await store.open()
         backends = wiring.build_backends(settings, clock)
         stack.push_async_callback(backends.close)
         registry.subscribe(backends.follow)
-        await backends.open(registry.view)
+        await backends.open(registry.view, new=created)
         cache = wiring.Manager(
             *(registry, store, backends, clock),
             CacheSettings(read_cache_bytes=settings.cache.read_cache_bytes),

@@ -68,7 +68,7 @@ class AdminService:
         if config.global_unique_name in self._registry.view.storages:
             # Refused by the registry, before anything is opened or created.
             await self._registry.put_storage(config, expect_new=True)
-        await self._put_opened(config, expect_new=True)
+        await self._put_opened(config, expect_new=True, new_place=True)
 
     async def UpdateStorage(self, call: AnyCall) -> None:
         config = _storage(call.request)
@@ -77,10 +77,11 @@ class AdminService:
         if _moves(stored, config):
             if not call.request.force_update:
                 self._refuse_while_used(name, "force_update")
-            await self._put_opened(with_former_root(config, stored), expect_new=False)
+            moved = with_former_root(config, stored)
+            await self._put_opened(moved, expect_new=False, new_place=True)
             await self._cache.drop_storage(name)
         else:
-            await self._put_opened(config, expect_new=False)
+            await self._put_opened(config, expect_new=False, new_place=False)
 
     async def RemoveStorage(self, call: AnyCall) -> None:
         name = call.request.storage_unique_name
@@ -175,8 +176,13 @@ class AdminService:
         call.response.config_snapshot = await self._registry.export_snapshot()
 
     async def LoadConfigSnapshot(self, call: AnyCall) -> None:
+        before = self._registry.view.storages
         await self._registry.load_snapshot(
             call.request.config_snapshot, self._cache.busy_instance_uids()
+        )
+        after = self._registry.view.storages
+        self._backends.create(
+            n for n, c in after.items() if n not in before or _moves(before[n], c)
         )
         for instance_id in self._registry.view.instances:
             self._cache.prepare_instance(instance_id)
@@ -220,8 +226,10 @@ class AdminService:
 
     # -- helpers
 
-    async def _put_opened(self, config: StorageConfig, *, expect_new: bool) -> None:
-        backend = await self._backends.try_open(config)
+    async def _put_opened(
+        self, config: StorageConfig, *, expect_new: bool, new_place: bool
+    ) -> None:
+        backend = await self._backends.try_open(config, new=new_place)
         self._backends.adopt(backend)
         try:
             await self._registry.put_storage(config, expect_new=expect_new)

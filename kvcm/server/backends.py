@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvcm.core import health, limits
@@ -41,6 +41,8 @@ class _Slot:
     work: asyncio.Task[None] | None = None
     begun: float = -math.inf
     """When ``work`` was."""
+    new: bool = False
+    """Its place is to be made first."""
     probes: Counter[bool] = field(default_factory=Counter)
     changes: Counter[HealthState] = field(default_factory=Counter)
 
@@ -178,31 +180,49 @@ class BackendSet:
             return "unknown storage"
         return slot.detail if slot.state is HealthState.UNAVAILABLE else ""
 
-    async def open(self, view: RegistryView) -> None:
+    async def open(self, view: RegistryView, *, new: bool = False) -> None:
         """Open all storages of a view, each in its own time; failures are logged, and one that
-        hangs is not waited for longer than a probe."""
+        hangs is not waited for longer than a probe. ``new``: they were registered just now."""
         self.follow(view)
+        for slot in self._slots.values():
+            slot.new = new
         await self._wait()
         for slot in self._slots.values():
             slot.since = None
 
-    async def try_open(self, config: StorageConfig) -> DataStorageBackend:
-        """A backend that is open already; `adopt` it once its storage is stored.
+    def create(self, names: Iterable[str]) -> None:
+        """Have the places of storages made that were registered without `try_open`, as soon as
+        that can be done."""
+        for name in names:
+            if (slot := self._slots.get(name)) is not None and slot.backend is None:
+                slot.new = True
+                self.wakeup.set()
+
+    async def try_open(self, config: StorageConfig, *, new: bool = False) -> DataStorageBackend:
+        """A backend that is open already; `adopt` it once its storage is stored. ``new``: its
+        place is made first.
 
         Raises:
             StorageError, InvalidArgument, Unsupported: it cannot be used.
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                return await self._open(config)
+                return await self._open(config, new=new)
         except TimeoutError:
             raise StorageError(
                 f"storage {config.global_unique_name!r} did not open within {OPEN_TIMEOUT_S} s"
             ) from None
 
-    async def _open(self, config: StorageConfig) -> DataStorageBackend:
+    async def _open(self, config: StorageConfig, *, new: bool) -> DataStorageBackend:
         backend = self._build(config)
-        await backend.open()
+        try:
+            if new:
+                await backend.create()
+            await backend.open()
+        except BaseException:
+            # Cancelled, too: what it has begun, threads for one, would add up with each attempt.
+            self._close_later(backend)
+            raise
         return backend
 
     def adopt(self, backend: DataStorageBackend) -> None:
@@ -288,7 +308,8 @@ class BackendSet:
             if slot.backend is None:
                 # Without a time-out: while this hangs it is not begun again, so a hung mount holds
                 # no more threads than one attempt.
-                slot.backend = await self._open(slot.config)
+                slot.backend = await self._open(slot.config, new=slot.new)
+                slot.new = False
                 slot.health = health.OPENED
             await self._probe(slot, slot.backend)
             if slot.health.state is HealthState.SUSPECT:

@@ -137,14 +137,14 @@ class Manager:
         # The last view stays readable for calls that are still draining.
         self._on_stop(registry.close)
         await self._open_registry(registry)
-        await self._bootstrap(registry)
+        created = await self._bootstrap(registry)
 
         store = wiring.build_store(settings, clock)
         self._on_stop(store.close)
         backends = wiring.build_backends(settings, clock)
         self._on_stop(backends.close)
         registry.subscribe(backends.follow)
-        await backends.open(registry.view)
+        await backends.open(registry.view, new=created)
 
         cache = self._build_cache(settings, clock, registry, store, backends)
         self._on_stop(cache.close)
@@ -190,12 +190,13 @@ class Manager:
         self._refusal = error
         self._led.set()
 
-    async def _bootstrap(self, registry: Registry) -> None:
+    async def _bootstrap(self, registry: Registry) -> bool:
         path = self.settings.bootstrap
         storages, groups = bootstrap.read(path) if path else bootstrap.startup_defaults()
         created = await registry.bootstrap(storages, groups)
         if path and not created:
             log.info("bootstrap file %s was not loaded: the registry has contents", path)
+        return created
 
     async def _listen(
         self, registry: Registry, cache: wiring.ManagedCache, backends: BackendSet

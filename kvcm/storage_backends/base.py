@@ -73,8 +73,17 @@ class DataStorageBackend(Protocol):
     touched: bool
     """Capability TOUCH is declared: objects are to be made ahead of their writer."""
 
+    async def create(self) -> None:
+        """Make the storage's place, before ``open``, when it is registered for the first time or
+        moves: nothing else makes it. Idempotent; nothing where there is nothing to make.
+
+        Raises:
+            StorageError: it cannot be made; the message names the path or endpoint.
+        """
+
     async def open(self) -> None:
-        """Make the storage usable (create its root, check it when the config says so).
+        """Make the storage usable, and check it when the config says so. It creates nothing: what
+        is missing may come back, as a mount does, with all that lies there.
 
         Raises:
             StorageError: it cannot be used; the message names the path or endpoint.
@@ -140,7 +149,8 @@ class DataStorageBackend(Protocol):
         """Free objects; one answer a name: None = gone (also when it never was there).
 
         A name that ``objects`` of this storage cannot have made is refused: StorageError in its
-        position. While the storage's root is missing nothing counts as gone.
+        position. While the storage's place is missing, or cannot be told from an empty mount
+        point, nothing counts as gone.
         """
 
     async def exists(self, names: Sequence[str], sizes: Sequence[int]) -> list[bool]:

@@ -55,6 +55,9 @@ class MooncakeBackend:
         self._worker: WorkerProcess | None = None
         self._probing: asyncio.Task[ProbeResult] | None = None
 
+    async def create(self) -> None:
+        """Nothing is to be made: the store is there before the manager."""
+
     async def open(self) -> None:
         """Raises Unsupported when the extra is not installed."""
         if importlib.util.find_spec("mooncake") is None:

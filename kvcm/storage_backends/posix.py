@@ -1,6 +1,8 @@
-"""Files on a mounted file system: ``file`` (ST_NFS: local or NFS) and ``hf3fs`` (ST_3FS).
+"""Files on a mounted file system: ``file`` (ST_NFS: local or NFS), ``hf3fs`` (ST_3FS) and
+``vcns_hf3fs`` (ST_VCNS_3FS).
 
-For kvcm a 3FS mount is a POSIX tree like any other. Both differ in their spec's fields only.
+For kvcm a 3FS mount is a POSIX tree like any other. They differ in their spec's fields only; those
+that ``vcns_hf3fs`` adds are for clients.
 """
 
 from __future__ import annotations
@@ -87,6 +89,17 @@ class PosixBackend:
         self._probe_pool: DaemonPool | None = None
         self._probing: asyncio.Task[ProbeResult] | None = None
 
+    async def create(self) -> None:
+        name = f"storage {self.config.global_unique_name}"
+        pool = DaemonPool(name, threads_max=1, jobs_max=1)
+        try:
+            if self.config.check_storage_available_when_open and self.type is not StorageType.NFS:
+                # Else the bytes would go to the disk below a file system not mounted yet.
+                await pool.run(partial(tree.require_folder, self.config.spec["mountpoint"]))
+            await pool.run(partial(tree.make_root, self._root))
+        finally:
+            pool.close()
+
     async def open(self) -> None:
         if self._pool is None:
             name = f"storage {self.config.global_unique_name}"
@@ -95,12 +108,8 @@ class PosixBackend:
             )
             # Its own thread: a long queue of deletes must not look like a dead storage.
             self._probe_pool = DaemonPool(f"{name} probe", threads_max=1, jobs_max=1)
-        check = self.config.check_storage_available_when_open
-        if check and self.type is StorageType.HF3FS:
-            # Creating it would put the bytes on the disk below a file system not mounted yet.
-            await self._run(partial(tree.require_folder, self.config.spec["mountpoint"]))
         await self._run(partial(tree.open_root, self._root))
-        if check:
+        if self.config.check_storage_available_when_open:
             result = await self.probe()
             if not result.available:
                 raise StorageError(result.detail)

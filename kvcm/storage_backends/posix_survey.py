@@ -28,11 +28,19 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def present_roots(roots: Sequence[str]) -> list[str]:
-    """The present root, and those of the former ones that still exist.
+    """The present root, and those of the former ones that are still there, with their markers.
 
     A present root that vanished stays in the list, so that looking into it fails.
     """
-    return [roots[0], *(root for root in roots[1:] if os.path.isdir(root))]
+    return [roots[0], *(root for root in roots[1:] if _is_there(root))]
+
+
+def _is_there(root: str) -> bool:
+    try:
+        with root_folder(root):
+            return True
+    except StorageError:
+        return False
 
 
 def file_system_time(root: str, name: str) -> float:

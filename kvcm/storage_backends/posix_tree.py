@@ -21,6 +21,10 @@ _INNER_FOLDER = _FOLDER | os.O_NOFOLLOW
 _NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
+MARKER = ".kvcm-storage"
+"""The file right below a root that tells a storage from the empty mount point of one."""
+_MARKER_CONTENT = b'{"kvcm": 1}\n'
+
 
 def failure(what: str, error: OSError) -> StorageError:
     """The error of a file-system call, with the place it was about."""
@@ -29,15 +33,35 @@ def failure(what: str, error: OSError) -> StorageError:
 
 @contextmanager
 def root_folder(root: str) -> Iterator[int]:
-    """A vanished root is an error, not an empty storage: its files come back with the mount."""
+    """A root that vanished, or lies without its marker below a file system that is not mounted,
+    is an error, not an empty storage: its files come back with the mount."""
     try:
         fd = os.open(root, _FOLDER)
+    except FileNotFoundError as error:
+        raise StorageError(f"root {root!r} is missing: is its file system mounted?") from error
     except OSError as error:
         raise failure(f"root {root!r} cannot be opened", error) from error
     try:
+        _require_marker(root, fd)
         yield fd
     finally:
         os.close(fd)
+
+
+def _require_marker(root: str, root_fd: int) -> None:
+    try:
+        found = os.stat(MARKER, dir_fd=root_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise failure(f"{root}/{MARKER}", error) from error
+    else:
+        if stat.S_ISREG(found.st_mode):
+            return
+    raise StorageError(
+        f"root {root!r} has no file {MARKER!r}: is its file system mounted? "
+        "(create that file if this is the right place)"
+    )
 
 
 class _Folders:
@@ -89,18 +113,47 @@ def folders_below(root: str, *, create: bool = False) -> Iterator[_Folders]:
             folders.close()
 
 
-def open_root(root: str) -> None:
-    """Create the root when it is missing and see that it can be used.
+def make_root(root: str) -> None:
+    """Make the root and its marker where they are missing.
 
     Raises:
         StorageError: naming the root.
     """
     try:
         os.makedirs(root, exist_ok=True)
+        root_fd = os.open(root, _FOLDER)
+        try:
+            _make_marker(root_fd)
+        finally:
+            os.close(root_fd)
     except OSError as error:
         raise failure(f"root {root!r} cannot be created", error) from error
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        raise StorageError(f"root {root!r} is not writable")
+
+
+def _make_marker(root_fd: int) -> None:
+    try:
+        fd = os.open(MARKER, _NEW_FILE, 0o666, dir_fd=root_fd)
+    except FileExistsError:
+        return
+    try:
+        os.write(fd, _MARKER_CONTENT)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_root(root: str) -> None:
+    """See that the root is there and can be used.
+
+    Raises:
+        StorageError: naming the root.
+    """
+    with root_folder(root) as root_fd:
+        needed = os.R_OK | os.X_OK
+        if not os.fstatvfs(root_fd).f_flag & os.ST_RDONLY:
+            needed |= os.W_OK
+        if not os.access(root, needed):
+            raise StorageError(f"root {root!r} is not writable")
 
 
 def require_folder(path: str) -> None:
@@ -115,21 +168,26 @@ def require_folder(path: str) -> None:
 
 def probe_root(root: str, name: str, content: bytes) -> ProbeResult:
     """Write, sync, read back, compare and unlink one small file right below the root; see what is
-    free there for users without privileges. A file system that is full or read-only can be read."""
-    path = f"{root}/{name}"
+    free there for users without privileges. A file system that is full or read-only can be read.
+
+    Raises:
+        StorageError: the root is not there, or is not the storage's.
+    """
     try:
-        fd = os.open(path, _NEW_FILE)
-        try:
+        with root_folder(root) as root_fd:
+            fd = os.open(name, _NEW_FILE, 0o666, dir_fd=root_fd)
             try:
-                os.write(fd, content)
-                os.fsync(fd)
+                try:
+                    os.write(fd, content)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root_fd)
+                with open(fd, "rb") as file:
+                    same = file.read() == content
+                    space = os.fstatvfs(file.fileno())
             finally:
-                os.close(fd)
-            with open(path, "rb") as file:
-                same = file.read() == content
-                space = os.fstatvfs(file.fileno())
-        finally:
-            os.unlink(path)
+                os.unlink(name, dir_fd=root_fd)
     except OSError as error:
         detail = f"probe of {root!r} failed: {error.strerror or error}"
         if error.errno in _NO_WRITES:
@@ -149,7 +207,7 @@ def for_each_file(
     Where a folder or file is missing the answer is False.
 
     Raises:
-        StorageError: the root itself cannot be opened.
+        StorageError: the root itself cannot be opened, or has no marker.
     """
     answers: list[bool | StorageError] = [False] * len(paths)
     order = sorted(range(len(paths)), key=lambda i: paths[i][:4])

@@ -31,6 +31,7 @@ from kvcm.server.datadir import DataDir
 from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
 from kvcm.storage_backends.posix import root_of
+from kvcm.storage_backends.posix_tree import MARKER
 
 PROBE_PREFIX = ".kvcm-probe-"
 """A probe that was killed leaves its file at the root; the blocks' folders lie deeper."""
@@ -397,11 +398,13 @@ class _Auditor:
 
 
 def files_of(storages: Iterable[StorageConfig], cluster_uid: str) -> dict[str, int]:
-    """Path → size of every file below the storages' roots, without other clusters' folders."""
+    """Path → size of every file below the storages' roots, without their markers and the folders
+    of other clusters."""
     found: dict[str, int] = {}
     for root in {root_of(config) for config in storages}:
         for folder, inner, names in os.walk(root):
             if folder == root:
                 inner[:] = [name for name in inner if name == cluster_uid]
+                names = [name for name in names if name != MARKER]
             found |= {f"{folder}/{n}": os.lstat(f"{folder}/{n}").st_size for n in names}
     return found

@@ -71,6 +71,7 @@ from kvcm.server.wiring import Manager
 from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
 from kvcm.storage_backends.posix import root_of
+from kvcm.storage_backends.posix_tree import MARKER
 from kvcm.testing.audit import (
     Cells,
     StoredInstance,
@@ -301,16 +302,16 @@ class Harness:
         """Start everything; the manager is loaded."""
         await place_registry(self.root / REGISTRY)
         await self.registry.open()
-        await self.registry.bootstrap(self.storages, self.groups)
+        created = await self.registry.bootstrap(self.storages, self.groups)
         await self.store.open()
-        await self._start()
+        await self._start(new=created)
         return self
 
-    async def _start(self) -> None:
+    async def _start(self, *, new: bool = False) -> None:
         self.backends = BackendSet(
             lambda config: self._wrap(build_backend(config, self.clock)), self.clock, period_s=5
         )
-        await self.backends.open(self.registry.view)
+        await self.backends.open(self.registry.view, new=new)
         self.manager = Manager(self.registry, self.store, self.backends, self.clock, self.settings)
         await self.manager.open()
         await self.rounds(2)
@@ -437,6 +438,7 @@ class Harness:
         names: Sequence[str] = (),
         timeout: int = 0,
         form: WireForm = WireForm.PROTO,
+        multi_storage: bool = False,
     ) -> Grant:
         """StartWrite, decoded."""
         answer = await self.start_raw(
@@ -445,6 +447,7 @@ class Harness:
             group_names=tuple(names),
             write_timeout_seconds=timeout,
             form=form,
+            multi_storage=multi_storage,
         )
         message = parse_body(answer.body, form, meta_pb2.StartWriteCacheResponse)
         grant = Grant(
@@ -606,12 +609,13 @@ class Harness:
     # ---- checks ------------------------------------------------------------------------------
 
     def files(self) -> set[str]:
-        """All files on all storages."""
+        """All files on all storages but their markers."""
         return {
             str(Path(folder) / name)
             for storage in self.storages
             for folder, _, names in os.walk(root_of(storage))
             for name in names
+            if name != MARKER
         }
 
     async def stored(self, index: InstanceIndex) -> StoredInstance:

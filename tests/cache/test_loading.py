@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvcm.cache.scan import Scan
+from kvcm.core.health import HealthState
 from kvcm.reclaimer.base import retire_with
 from tests.cache.harness import Harness
 
@@ -67,10 +68,10 @@ async def test_finishing_and_removing_before_loading_is_known_after_it(harness: 
 def take_storage_away(h: Harness) -> Any:
     """As if its open had not succeeded yet; returns what brings it back."""
     slot = h.backends._slots["nfs_01"]
-    backend, slot.backend, slot.healthy = slot.backend, None, False
+    backend, slot.backend, slot.state = slot.backend, None, HealthState.UNAVAILABLE
 
     def back() -> None:
-        slot.backend, slot.healthy = backend, True
+        slot.backend, slot.state = backend, HealthState.AVAILABLE
 
     return back
 

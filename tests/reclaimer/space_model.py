@@ -22,6 +22,7 @@ from kvcm.core.types import (
     TtlSince,
 )
 from kvcm.storage_backends.base import DataStorageBackend
+from kvcm.storage_backends.posix_tree import MARKER
 from tests.cache.harness import SLOT, Grant, group
 
 BLOCK = 2 * SLOT
@@ -185,7 +186,7 @@ def any_capacity(chance: random.Random, config: StorageConfig) -> StorageConfig:
 
 
 def sizes_of(roots: Sequence[str]) -> dict[str, int]:
-    """Path → size of every file that is no probe's."""
+    """Path → size of every file that is neither a probe's nor the marker of a root."""
     found: dict[str, int] = {}
     todo = list(roots)
     while todo:
@@ -194,6 +195,6 @@ def sizes_of(roots: Sequence[str]) -> dict[str, int]:
                 # Of hundreds of folders few hold anything.
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(entry.path)
-                elif not entry.name.startswith(".kvcm-probe-"):
+                elif entry.name != MARKER and not entry.name.startswith(".kvcm-probe-"):
                     found[entry.path] = entry.stat().st_size
     return found

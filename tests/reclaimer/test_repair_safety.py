@@ -186,9 +186,8 @@ async def test_few_files_of_many_bytes_are_much_too(h: Harness) -> None:
 
 
 async def test_a_storage_that_lost_everything_is_left_to_a_human(h: Harness) -> None:
-    """An empty folder below a mount that is not there is no reason to forget all blocks."""
     await h.put(range(90))
-    root = h.root / "nfs_01"
+    root = h.root / "nfs_01" / h.registry.view.cluster_uid
     root.rename(h.root / "away")
     root.mkdir()
     report = await run(h, fix=True)
@@ -196,6 +195,23 @@ async def test_a_storage_that_lost_everything_is_left_to_a_human(h: Harness) -> 
     assert not fixed(report)
     assert report.storages["nfs_01"].stopped == ["60 of 60 needed files are missing"]
     shutil.rmtree(root)
+    (h.root / "away").rename(root)
+    assert (await run(h)).clean
+    assert await h.hits(range(90)) == 90
+
+
+async def test_a_storage_whose_mount_is_away_is_left_alone(h: Harness) -> None:
+    await h.put(range(90))
+    root = h.root / "nfs_01"
+    root.rename(h.root / "away")
+    root.mkdir()
+    report = await run(h, fix=True)
+    assert not fixed(report)
+    assert not kinds(report)
+    assert report.errors
+    assert all("has no file '.kvcm-storage'" in error for error in report.errors)
+    assert list(root.iterdir()) == []
+    root.rmdir()
     (h.root / "away").rename(root)
     assert (await run(h)).clean
     assert await h.hits(range(90)) == 90

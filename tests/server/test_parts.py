@@ -74,6 +74,13 @@ class FakeBackend:
         self.hang_open: asyncio.Event = asyncio.Event()
         self.hang_open.set()
         self.closed = False
+        self.create_error: Exception | None = None
+        self.created = False
+
+    async def create(self) -> None:
+        if self.create_error is not None:
+            raise self.create_error
+        self.created = True
 
     async def open(self) -> None:
         await self.hang_open.wait()
@@ -96,6 +103,7 @@ class Storages:
         self.built: dict[str, FakeBackend] = {}
         self.broken: set[str] = set()
         self.hanging: set[str] = set()
+        self.create_errors: dict[str, int] = {}
         self.clock = SimClock()
         self.set = BackendSet(self._build, self.clock, period_s=1.0, timeout_s=timeout_s)
 
@@ -105,6 +113,9 @@ class Storages:
             backend.open_error = StorageError("no such device")
         if config.global_unique_name in self.hanging:
             backend.hang_open.clear()
+        if self.create_errors.get(config.global_unique_name, 0):
+            self.create_errors[config.global_unique_name] -= 1
+            backend.create_error = StorageError("no space left")
         self.built[config.global_unique_name] = backend
         return backend
 
@@ -125,6 +136,8 @@ async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> N
     await storages.set.open(view(storage("a"), storage("b")))
     assert storages.set.available("a")
     assert not storages.set.available("b")
+    failed = storages.built["b"]
+    await eventually(lambda: failed.closed, message="no attempt leaves anything open")
     assert storages.set.get("b") is not None  # its addresses are known all the same
     assert "no such device" in storages.set.unavailable_reason("b")
     storages.broken.clear()
@@ -134,6 +147,48 @@ async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> N
     assert storages.set.available_for_s("b") == 0
     await storages.set.close()
     assert all(backend.closed for backend in storages.built.values())
+
+
+async def test_the_places_of_storages_are_made_once_they_are_registered_and_never_again() -> None:
+    storages = Storages()
+    await storages.set.open(view(storage("a")), new=True)
+    assert storages.built["a"].created
+    assert (await storages.set.try_open(storage("b"), new=True)).created
+    assert not (await storages.set.try_open(storage("b"))).created
+    storages.set.follow(view(storage("a"), storage("c")))
+    await eventually(lambda: storages.set.available("c"))
+    assert not storages.built["c"].created
+    await storages.set.close()
+    again = Storages()
+    await again.set.open(view(storage("a")))
+    assert not again.built["a"].created
+    await again.set.close()
+
+
+async def test_a_place_that_cannot_be_made_yet_is_made_when_it_can() -> None:
+    storages = Storages()
+    storages.create_errors = {"a": 2}
+    await storages.set.open(view(storage("a")), new=True)
+    assert "no space" in storages.set.unavailable_reason("a")
+    await storages.set.run_once(0)
+    assert not storages.set.available("a")
+    await storages.set.run_once(0)
+    assert storages.set.available("a")
+    assert storages.built["a"].created
+    await storages.set.close()
+
+
+async def test_a_storage_of_a_snapshot_is_made_after_it_was_tried() -> None:
+    storages = Storages()
+    storages.broken = {"a"}
+    await storages.set.open(view(storage("a")))
+    storages.broken.clear()
+    storages.set.create(["a", "unknown"])
+    assert storages.set.wakeup.is_set()
+    await storages.set.run_once(0)
+    assert storages.built["a"].created
+    assert storages.set.available("a")
+    await storages.set.close()
 
 
 async def test_a_failed_probe_makes_a_storage_unavailable_until_one_succeeds() -> None:

@@ -21,6 +21,7 @@ async def make_backend(tmp_path: Path) -> AsyncIterator[Callable[..., DataStorag
     roots = {
         StorageType.NFS: {"root_path": f"{tmp_path}/root"},
         StorageType.HF3FS: {"cluster_name": "c", "mountpoint": str(tmp_path), "root_dir": "/kv/"},
+        StorageType.VCNS_HF3FS: {"cluster_name": "c", "mountpoint": str(tmp_path)},
     }
 
     def make(

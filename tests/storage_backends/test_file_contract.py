@@ -17,5 +17,6 @@ class TestFile(StorageBackendContract):
         self, make_backend: Callable[..., DataStorageBackend], keys_per_file: int
     ) -> DataStorageBackend:
         backend = make_backend(key_count_per_file=keys_per_file)
+        await backend.create()
         await backend.open()
         return backend

@@ -15,5 +15,6 @@ class TestHf3fs(StorageBackendContract):
     @pytest.fixture
     async def backend(self, make_backend: Callable[..., DataStorageBackend]) -> DataStorageBackend:
         backend = make_backend(StorageType.HF3FS, touch_file_when_create=True)
+        await backend.create()
         await backend.open()
         return backend

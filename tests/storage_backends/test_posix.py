@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import threading
@@ -214,15 +215,19 @@ def test_blkid_is_printed_only_where_blocks_share_a_file(make_backend: Make) -> 
 async def test_delete_goes_to_a_former_root_only_when_it_is_listed(
     make_backend: Make, tmp_path: Path
 ) -> None:
-    names = _objects(make_backend())
+    before = make_backend()
+    await before.create()
+    names = _objects(before)
     _write(names)
     moved = make_backend(root_path=f"{tmp_path}/new")
+    await moved.create()
     await moved.open()
     for answer in await moved.delete(names):
         assert isinstance(answer, StorageError)
         assert f"{tmp_path}/root" in str(answer)
     assert all(map(os.path.exists, names))
     knows = make_backend(root_path=f"{tmp_path}/new", former_roots=[f"{tmp_path}/root/"])
+    await knows.create()
     await knows.open()
     assert await knows.delete(names) == [None] * len(names)
     assert not any(map(os.path.exists, names))
@@ -232,6 +237,7 @@ async def test_delete_refuses_every_name_of_another_shape(
     make_backend: Make, tmp_path: Path
 ) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     good = _objects(backend)[0]
     _write([good])
@@ -267,6 +273,7 @@ async def test_a_planted_link_leads_nothing_out_of_the_tree(
     make_backend: Make, tmp_path: Path, level: int
 ) -> None:
     backend = make_backend(touch_file_when_create=True)
+    await backend.create()
     await backend.open()
     names = _objects(backend)
     outside = Path(f"{tmp_path}/outside")
@@ -298,6 +305,7 @@ async def test_deleting_a_linked_file_removes_the_link_alone(
     make_backend: Make, tmp_path: Path
 ) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     name = _objects(backend)[0]
     precious = tmp_path / "precious"
@@ -312,6 +320,7 @@ async def test_deleting_a_linked_file_removes_the_link_alone(
 
 async def test_a_folder_in_place_of_a_file_is_an_error_at_its_position(make_backend: Make) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     names = _objects(backend)
     os.makedirs(names[0])
@@ -324,6 +333,7 @@ async def test_a_folder_in_place_of_a_file_is_an_error_at_its_position(make_back
 
 async def test_strangers_in_the_tree_are_neither_listed_nor_removed(make_backend: Make) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     await backend.prepare(CLUSTER, EXTENT.instance_uid)
     instance = Path(_objects(backend)[0]).parents[1]
@@ -341,6 +351,7 @@ async def test_prepare_makes_all_folders_and_remove_instance_takes_them(
     make_backend: Make, tmp_path: Path
 ) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     for extent in (EXTENT, OTHER_INSTANCE):
         await backend.prepare(CLUSTER, extent.instance_uid)
@@ -354,6 +365,7 @@ async def test_prepare_makes_all_folders_and_remove_instance_takes_them(
 
 async def test_batches_of_several_jobs_answer_in_order(make_backend: Make) -> None:
     backend = make_backend(key_count_per_file=1)
+    await backend.create()
     await backend.open()
     spec = SpecSlots("tp0", 8, 2 * NAMES_PER_JOB_MAX + 1)
     names = [o.name for o in backend.objects(backend.place(EXTENT, [spec]), EXTENT, [spec])]
@@ -370,8 +382,10 @@ async def test_a_root_that_cannot_be_used_is_refused_with_its_path(
     file = tmp_path / "file"
     file.write_text("x")
     for root in (str(file), f"{file}/below", "/proc/kvcm", f"{tmp_path}/{'n' * 300}"):
-        with pytest.raises(StorageError, match=root):
-            await make_backend(root_path=root).open()
+        backend = make_backend(root_path=root)
+        for call in (backend.create, backend.open):
+            with pytest.raises(StorageError, match=root):
+                await call()
 
 
 async def test_open_probes_when_the_config_asks_for_it(
@@ -380,8 +394,10 @@ async def test_open_probes_when_the_config_asks_for_it(
     def broken(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
+    backend = make_backend(check=False)
+    await backend.create()
     monkeypatch.setattr(posix_tree.os, "fsync", broken)
-    await make_backend(check=False).open()
+    await backend.open()
     with pytest.raises(StorageError, match="Input/output error"):
         await make_backend(check=True).open()
 
@@ -391,15 +407,18 @@ async def test_a_mountpoint_that_is_not_there_is_refused_when_checked(
 ) -> None:
     mountpoint = f"{tmp_path}/unmounted"
     with pytest.raises(StorageError, match=mountpoint):
-        await make_backend(StorageType.HF3FS, check=True, mountpoint=mountpoint).open()
+        await make_backend(StorageType.HF3FS, check=True, mountpoint=mountpoint).create()
     assert not os.path.exists(mountpoint)
-    await make_backend(StorageType.HF3FS, mountpoint=mountpoint).open()
+    backend = make_backend(StorageType.HF3FS, mountpoint=mountpoint)
+    await backend.create()
+    await backend.open()
 
 
 async def test_nothing_counts_as_gone_while_the_root_has_vanished(
     make_backend: Make, tmp_path: Path
 ) -> None:
     backend = make_backend(touch_file_when_create=True)
+    await backend.create()
     await backend.open()
     names = _objects(backend)
     shutil.rmtree(tmp_path / "root")
@@ -417,21 +436,171 @@ async def test_nothing_counts_as_gone_while_the_root_has_vanished(
     assert not os.path.exists(tmp_path / "root")
 
 
+@pytest.mark.parametrize("kind", [StorageType.NFS, StorageType.HF3FS])
+async def test_nothing_counts_as_gone_while_an_empty_folder_lies_in_place_of_the_mount(
+    make_backend: Make, tmp_path: Path, kind: StorageType
+) -> None:
+    fields = {StorageType.NFS: "root_path", StorageType.HF3FS: "mountpoint"}
+    root = tmp_path / "fs"
+    made = make_backend(kind, touch_file_when_create=True, **{fields[kind]: str(root)})
+    place = root / "kv" if kind is StorageType.HF3FS else root
+    await made.create()
+    await made.open()
+    await made.prepare(CLUSTER, EXTENT.instance_uid)
+    names = _objects(made)
+    _write(names)
+    root.rename(tmp_path / "away")
+    place.mkdir(parents=True)
+    result = await made.probe()
+    assert not result.available
+    assert f"{place}' has no file '.kvcm-storage'" in result.detail
+    again = make_backend(kind, **{fields[kind]: str(root)})
+    with pytest.raises(StorageError, match=r"create that file if this is the right place"):
+        await again.open()
+    for backend in (made, again):
+        assert all(isinstance(answer, StorageError) for answer in await backend.delete(names))
+        assert all(isinstance(found, StorageError) for found in await _all_else(backend, names))
+    assert os.listdir(place) == []
+    shutil.rmtree(root)
+    (tmp_path / "away").rename(root)
+    await again.open()
+    for backend in (made, again):
+        assert (await backend.probe()).available
+        assert await backend.exists(names, [1] * len(names)) == [True] * len(names)
+    assert await made.delete(names) == [None] * len(names)
+
+
+async def _all_else(backend: DataStorageBackend, names: list[str]) -> list[Any]:
+    """What is answered by all that looks into the root, or writes there, but for delete."""
+
+    async def survey() -> None:
+        async for _ in backend.survey(CLUSTER, EXTENT.instance_uid):
+            pass
+
+    calls = [
+        backend.exists(names, [1] * len(names)),
+        backend.list_objects(CLUSTER, EXTENT.instance_uid),
+        backend.prepare(CLUSTER, EXTENT.instance_uid),
+        backend.remove_instance(CLUSTER, EXTENT.instance_uid),
+        backend.instances(CLUSTER),
+        backend.leftovers(),
+        backend.delete_leftovers([]),
+        survey(),
+    ]
+    if backend.touched:
+        calls.append(backend.touch(names))
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_files_of_a_cluster_whose_folder_is_gone_below_the_marker_are_gone(
+    make_backend: Make, tmp_path: Path
+) -> None:
+    backend = make_backend()
+    await backend.create()
+    await backend.open()
+    names = _objects(backend)
+    _write(names)
+    shutil.rmtree(tmp_path / "root" / CLUSTER)
+    assert (await backend.probe()).available
+    assert await backend.exists(names, [1] * len(names)) == [False] * len(names)
+    assert await backend.delete(names) == [None] * len(names)
+
+
+async def test_opening_makes_nothing_and_making_is_done_once(
+    make_backend: Make, tmp_path: Path
+) -> None:
+    backend = make_backend()
+    root = tmp_path / "root"
+    with pytest.raises(StorageError, match=f"{root}' is missing: is its file system mounted"):
+        await backend.open()
+    assert not root.exists()
+    await backend.create()
+    marker = root / posix_tree.MARKER
+    assert json.loads(marker.read_text()) == {"kvcm": 1}
+    before = marker.stat()
+    await backend.create()
+    assert marker.stat().st_ino == before.st_ino
+    assert marker.stat().st_mtime_ns == before.st_mtime_ns
+    marker.write_text("")
+    await backend.open()
+    assert (await backend.probe()).available
+
+
+async def test_only_a_regular_file_marks_a_root(make_backend: Make, tmp_path: Path) -> None:
+    backend = make_backend()
+    root = tmp_path / "root"
+    marker = root / posix_tree.MARKER
+    root.mkdir()
+    (tmp_path / "elsewhere").write_text("x")
+    marker.symlink_to(tmp_path / "elsewhere")
+    await backend.create()
+    with pytest.raises(StorageError, match="has no file"):
+        await backend.open()
+    marker.unlink()
+    marker.mkdir()
+    await backend.create()
+    with pytest.raises(StorageError, match="has no file"):
+        await backend.open()
+    marker.rmdir()
+    marker.touch()
+    await backend.open()
+
+
+async def test_deletes_below_a_former_root_without_its_marker_are_errors(
+    make_backend: Make, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    before = make_backend()
+    await before.create()
+    names = _objects(before)
+    _write(names)
+    backend = make_backend(root_path=f"{tmp_path}/new", former_roots=[str(root)])
+    await backend.create()
+    await backend.open()
+    root.rename(tmp_path / "away")
+    root.mkdir()
+    for answer in await backend.delete(names):
+        assert isinstance(answer, StorageError)
+    assert await backend.instances(CLUSTER) == []
+    assert (await backend.probe()).available
+    root.rmdir()
+    (tmp_path / "away").rename(root)
+    assert await backend.instances(CLUSTER) == [EXTENT.instance_uid]
+    assert await backend.delete(names) == [None] * len(names)
+
+
+async def test_the_marker_is_never_listed_as_a_leftover_nor_deleted_as_one(
+    make_backend: Make, tmp_path: Path
+) -> None:
+    backend = make_backend()
+    await backend.create()
+    await backend.open()
+    marker = tmp_path / "root" / posix_tree.MARKER
+    assert await backend.leftovers() == []
+    assert await backend.instances(CLUSTER) == []
+    for call in (backend.delete_leftovers, backend.delete):
+        (answer,) = await call([str(marker)])
+        assert isinstance(answer, StorageError)
+    assert marker.exists()
+
+
 async def test_probe_leaves_nothing_behind_and_notices_other_bytes(
     make_backend: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     assert (await backend.probe()).available
     monkeypatch.setattr(posix_tree.os, "write", lambda fd, data: len(data))
     assert not (await backend.probe()).available
-    assert os.listdir(tmp_path / "root") == []
+    assert os.listdir(tmp_path / "root") == [posix_tree.MARKER]
 
 
 async def test_a_probe_tells_what_is_free_for_users_without_privileges(
     make_backend: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make_backend()
+    await backend.create()
     await backend.open()
     space = SimpleNamespace(f_bavail=3, f_bfree=7, f_bsize=1 << 20, f_frsize=4096)
     monkeypatch.setattr(posix_tree.os, "fstatvfs", lambda fd: space)
@@ -446,6 +615,7 @@ async def test_nothing_blocking_works_before_open_or_after_close(make_backend: M
         assert all(isinstance(answer, StorageError) for answer in await backend.delete(names))
         with pytest.raises(StorageError):
             await backend.prepare(CLUSTER, EXTENT.instance_uid)
+        await backend.create()
         await backend.open()
         await backend.close()
 
@@ -461,6 +631,7 @@ async def test_a_hung_mount_delays_neither_probe_callers_nor_close(
         release.wait()
 
     backend = make_backend()
+    await backend.create()
     await backend.open()
     monkeypatch.setattr(posix_tree, "probe_root", hang)
     for _ in range(3):
@@ -510,12 +681,9 @@ async def test_a_cancelled_job_that_has_not_begun_never_runs() -> None:
 
 
 def test_the_factory_knows_the_types_it_does_not_build(make_backend: Make) -> None:
-    for kind in (
-        StorageType.UNSPECIFIED,
-        StorageType.TAIRMEMPOOL,
-        StorageType.VCNS_HF3FS,
-    ):
-        with pytest.raises(Unsupported, match=kind.name):
+    types = {StorageType.UNSPECIFIED: "has no type", StorageType.TAIRMEMPOOL: "pace"}
+    for kind, named in types.items():
+        with pytest.raises(Unsupported, match=named):
             validate_config(StorageConfig(global_unique_name="s", type=kind))
     with pytest.raises(InvalidArgument, match="root_path"):
         validate_config(StorageConfig(global_unique_name="s", type=StorageType.NFS))

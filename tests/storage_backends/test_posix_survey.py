@@ -13,6 +13,7 @@ from kvcm.core.errors import StorageError
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import FoundObject
 from kvcm.storage_backends.posix import PosixBackend
+from kvcm.storage_backends.posix_tree import MARKER
 
 NAME = "a" * 20
 
@@ -25,6 +26,9 @@ async def backend(tmp_path: Path) -> AsyncIterator[PosixBackend]:
     }
     config = StorageConfig(global_unique_name="s1", type=StorageType.NFS, spec=spec)
     made = PosixBackend(config, SystemClock())
+    await made.create()
+    (tmp_path / "then").mkdir()
+    (tmp_path / "then" / MARKER).touch()
     await made.open()
     yield made
     await made.close()
