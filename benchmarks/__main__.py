@@ -11,10 +11,12 @@ from typing import Annotated, Any
 
 # Before grpc is imported: its C core writes debugging notes to standard error.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Mooncake's library writes how it connects.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 import typer
 
-from benchmarks import cases, hitrate, load, reclaim, results, space, store
+from benchmarks import cases, hitrate, load, reclaim, results, space, store, transfer
 from benchmarks.profile import What, profile
 
 app = typer.Typer(
@@ -190,6 +192,36 @@ def space_command(
     if save:
         shown = replace(options, folder="")
         path = results.write("space", rows, "python -m benchmarks space", shown, results.RESULTS)
+        results.update_readme()
+        typer.echo(f"wrote {path}")
+
+
+@app.command("transfer")
+def transfer_command(
+    storages: Annotated[str, typer.Option(help="Comma-separated: file, mooncake.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="Blocks:bytes of a block, comma-separated, as 64:1048576.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds whose median is quoted.")] = 7,
+    folder: Annotated[
+        str, typer.Option(help="Folder of the file storage; default: a temporary one.")
+    ] = "",
+    save: Annotated[bool, typer.Option(help="Write a result file and renew the tables.")] = False,
+) -> None:
+    """Throughput of the transfer SDKs, beside plain copies of the same bytes."""
+    given = [tuple(map(int, part.split(":"))) for part in shapes.split(",") if part]
+    base = transfer.Options(rounds=rounds, folder=folder)
+    options = replace(
+        base,
+        storages=tuple(storages.split(",")) if storages else base.storages,
+        shapes=tuple((blocks, size) for blocks, size in given) or base.shapes,
+    )
+    rows = transfer.measure(options, typer.echo)
+    if save:
+        shown = replace(options, folder="")
+        path = results.write(
+            "transfer", rows, "python -m benchmarks transfer", shown, results.RESULTS
+        )
         results.update_readme()
         typer.echo(f"wrote {path}")
 

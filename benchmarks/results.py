@@ -169,6 +169,25 @@ CASES = (
         "manager, RocksDB's block cache (at most 64 MiB) included.",
     ),
     Case(
+        "transfer",
+        "Transfer SDKs, beside plain copies of the same bytes",
+        (
+            Column("storage", "storage"),
+            Column("shape", "blocks"),
+            Column("direction", "direction"),
+            Column("sdk_mb_per_s", "SDK MB/s", "{:,.0f}"),
+            Column("tool", "plain copy"),
+            Column("plain_mb_per_s", "MB/s", "{:,.0f}"),
+            Column("ratio", "SDK's time / its", "{:.2f}"),
+            Column("bare_mb_per_s", "bare write, read MB/s", "{:,.0f}"),
+        ),
+        "Medians of {rounds} rounds; all ways in turn in each. The SDK is called through "
+        "`Transfers` with buffers of the caller's. Files: 8 blocks in each, written to the page "
+        "cache; `cp -r` between the storage and a folder in memory; bare: one call for a file's "
+        "bytes. Mooncake: master and lender on this machine, TCP; the library's `batch_put_from` "
+        "and `batch_get_into` on a connection of their own, in batches of the same size.",
+    ),
+    Case(
         "reclaim",
         "Reclaim: writers at the disk's speed into a full group, beside lookups",
         (
