@@ -194,9 +194,10 @@ class BackendSet:
         """Have the places of storages made that were registered without `try_open`, as soon as
         that can be done."""
         for name in names:
-            if (slot := self._slots.get(name)) is not None and slot.backend is None:
+            slot = self._slots.get(name)
+            if slot is not None and slot.backend is None and slot.work is not None:
                 slot.new = True
-                self.wakeup.set()
+                slot.work.add_done_callback(lambda _: self.wakeup.set())
 
     async def try_open(self, config: StorageConfig, *, new: bool = False) -> DataStorageBackend:
         """A backend that is open already; `adopt` it once its storage is stored. ``new``: its

@@ -9,6 +9,8 @@ from manager_harness import INSTANCE, Running
 
 from kvcm._pb import admin_pb2, meta_pb2
 from kvcm.server.admin_service import ANSWERED_BY_ALL
+from kvcm.storage_backends.posix_tree import MARKER
+from kvcm.testing.eventually import eventually
 
 GROUP: dict[str, Any] = {
     "name": "g2",
@@ -242,6 +244,26 @@ async def test_keys_per_file_change_while_blocks_live_there(admin: Admin, tmp_pa
     assert (await admin.storages())["s1"]["nfs"]["key_count_per_file"] == 16
 
 
+async def test_a_place_is_made_for_a_storage_that_is_added_or_moved_and_for_no_other(
+    admin: Admin, tmp_path: Path
+) -> None:
+    storage = nfs(tmp_path / "s2", name="s2")
+    assert await admin.code("addStorage", storage=storage) == "OK"
+    assert (tmp_path / "s2" / MARKER).is_file()
+    (tmp_path / "s2").rename(tmp_path / "away")
+    (tmp_path / "s2").mkdir()
+    for changed in (storage | {"capacity_bytes": 5}, nfs(tmp_path / "s2", name="s2", keys=3)):
+        refused = await admin.refusal("updateStorage", "IO_ERROR", storage=changed)
+        assert "is its file system mounted?" in refused
+        assert list((tmp_path / "s2").iterdir()) == []
+    (tmp_path / "s2").rmdir()
+    (tmp_path / "away").rename(tmp_path / "s2")
+    assert await admin.code("updateStorage", storage=storage | {"capacity_bytes": 5}) == "OK"
+    moved = nfs(tmp_path / "s3", name="s2")
+    assert await admin.code("updateStorage", storage=moved, force_update=True) == "OK"
+    assert (tmp_path / "s3" / MARKER).is_file()
+
+
 async def test_a_group_makes_the_round_trip(admin: Admin) -> None:
     assert await admin.code("createInstanceGroup", instance_group=GROUP) == "OK"
     assert (await admin("getInstanceGroup", name="g2"))["instance_group"] == GROUP
@@ -366,6 +388,19 @@ async def test_a_snapshot_brings_back_what_was_removed(admin: Admin) -> None:
     assert await admin.code("loadConfigSnapshot", config_snapshot=snapshot) == "OK"
     assert await admin.code("getInstanceInfo", instance_id="i") == "OK"
     await admin.refusal("loadConfigSnapshot", "INVALID_ARGUMENT", config_snapshot="{")
+
+
+async def test_places_are_made_for_the_storages_that_a_snapshot_brings_and_for_no_others(
+    admin: Admin, tmp_path: Path
+) -> None:
+    assert await admin.code("addStorage", storage=nfs(tmp_path / "s2")) == "OK"
+    snapshot = (await admin("genConfigSnapshot"))["config_snapshot"]
+    assert await admin.code("removeStorage", storage_unique_name="s2") == "OK"
+    (tmp_path / "s2" / MARKER).unlink()
+    (tmp_path / "blocks" / MARKER).unlink()
+    assert await admin.code("loadConfigSnapshot", config_snapshot=snapshot) == "OK"
+    await eventually((tmp_path / "s2" / MARKER).is_file, timeout=30)
+    assert not (tmp_path / "blocks" / MARKER).exists()
 
 
 async def test_both_services_share_cache_calls(admin: Admin) -> None:

@@ -184,7 +184,7 @@ async def test_a_storage_of_a_snapshot_is_made_after_it_was_tried() -> None:
     await storages.set.open(view(storage("a")))
     storages.broken.clear()
     storages.set.create(["a", "unknown"])
-    assert storages.set.wakeup.is_set()
+    await eventually(storages.set.wakeup.is_set)
     await storages.set.run_once(0)
     assert storages.built["a"].created
     assert storages.set.available("a")
