@@ -113,6 +113,10 @@ def replay(
         float, typer.Option(min=0, help="Seconds a call is tried again while no manager answers.")
     ] = 30.0,
     call_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one call.")] = 10.0,
+    transfer_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, help="Seconds a storage may take for up to 64 MiB of blocks."),
+    ] = 30.0,
     write_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds a write session may last; 0: the manager decides.")
     ] = 0,
@@ -162,6 +166,7 @@ def replay(
             outage_s=outage,
             write_timeout_s=write_timeout,
             call_timeout_s=call_timeout,
+            transfer_timeout_s=transfer_timeout,
             acks=None if acks is None else str(acks),
         )
         if group is None:

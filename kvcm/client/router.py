@@ -17,6 +17,7 @@ from kvcm.client.file_sdk import SCHEMES as FILE_SCHEMES
 from kvcm.client.file_sdk import FileSdk
 from kvcm.client.memory_sdk import MemorySdk
 from kvcm.client.transfer import (
+    DEADLINE,
     GetResult,
     PutResult,
     StorageSpec,
@@ -45,6 +46,10 @@ Raises KvcmError; then the blocks get that error, and the next call tries again.
 
 _PLACE = re.compile(r"([a-z][a-z0-9_]*)://([A-Za-z0-9_.-]+)/", re.ASCII)
 _NO_URI = "\0"
+_GRACE_S = 0.5
+"""Past the deadline, for transfers under way to end."""
+_STUCK_MAX = 4
+"""Calls left behind in one storage, until others are no longer tried."""
 
 
 class Place(NamedTuple):
@@ -80,9 +85,10 @@ def place_of(uri: str) -> Place:
 class Transfers(TransferSdk):
     """Reads and writes blocks on every storage. Safe to share between threads.
 
-    The groups of a call run at the same time, each under the call's whole deadline. The call
-    returns when all have ended: one that hangs in the kernel holds it, since its buffers are still
-    in use.
+    The groups of a call run at the same time, each under the call's whole deadline. A storage that
+    hangs is left behind half a second after it: its blocks are answered with Unavailable, whatever
+    becomes of them. Only a read into the caller's buffers is always waited for, since they are in
+    use; and without a deadline everything is.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class Transfers(TransferSdk):
         self._sdks: dict[Place, TransferSdk] = {}
         self._replaced: list[TransferSdk] = []
         self._announced: list[Buffer] = []
+        self._stuck: dict[Place, int] = {}
         self._is_closed = False
         self._lock = threading.Lock()
         self._factories: dict[str, SdkFactory] = {}
@@ -156,13 +163,16 @@ class Transfers(TransferSdk):
 
         Args:
             items: (location URI, contiguous buffer of exactly the URI's ``size`` bytes).
-            deadline_s: seconds from now after which no further transfer is begun.
+            deadline_s: seconds from now after which no further transfer is begun, and a storage
+                that hangs is left behind. What was left may still read the buffers.
 
         Returns:
             One answer an item: None = written; otherwise its SDK's error, InvalidArgument (no
             URI, or a storage without configuration) or Unsupported (a scheme without SDK).
         """
-        return self._route(items, True, lambda sdk, part: sdk.put_many(part, deadline_s=deadline_s))
+        return self._route(
+            items, deadline_s, True, lambda sdk, part: sdk.put_many(part, deadline_s=deadline_s)
+        )
 
     def get_many(
         self, items: Sequence[tuple[str, Buffer | None]], *, deadline_s: float | None = None
@@ -179,7 +189,7 @@ class Transfers(TransferSdk):
             error as in ``put_many``. After an error the content of the buffer is undefined.
         """
         return self._route(
-            items, False, lambda sdk, part: sdk.get_many(part, deadline_s=deadline_s)
+            items, deadline_s, False, lambda sdk, part: sdk.get_many(part, deadline_s=deadline_s)
         )
 
     def announce(self, buffer: Buffer) -> None:
@@ -197,38 +207,40 @@ class Transfers(TransferSdk):
         """Close all SDKs; later calls answer Unavailable. Idempotent."""
         with self._lock:
             self._is_closed = True
-            sdks = [*self._sdks.values(), *self._replaced]
+            sdks = list(self._replaced)
+            # Where a call hangs, closing would hang as well.
+            sdks += [sdk for place, sdk in self._sdks.items() if not self._stuck.get(place)]
             self._sdks.clear()
             self._replaced.clear()
         for sdk in sdks:
             sdk.close()
 
     def _route(
-        self, items: Sequence[Any], is_put: bool, call: Callable[[TransferSdk, Any], list[Any]]
+        self,
+        items: Sequence[Any],
+        deadline_s: float | None,
+        is_put: bool,
+        call: Callable[[TransferSdk, Any], list[Any]],
     ) -> list[Any]:
         answers: list[Any] = [None] * len(items)
-        groups = _grouped(items, answers)
-        if not groups:
-            return answers
+        end = None if deadline_s is None else self._clock.monotonic() + deadline_s
         moves = [
-            _Move(
-                place,
-                positions,
-                items if len(positions) == len(items) else [items[i] for i in positions],
-            )
-            for place, positions in groups.items()
+            _Move(place, positions, _picked(items, positions))
+            for place, positions in _grouped(items, answers).items()
         ]
-        threads: list[threading.Thread] = []
+        threads: list[tuple[_Move, threading.Thread]] = []
         try:
-            for move in moves[1:]:
-                thread = threading.Thread(target=self._run, args=(move, call), daemon=True)
-                thread.start()
-                threads.append(thread)
-            self._run(moves[0], call)
+            for move in moves:
+                move.may_be_left = end is not None and (is_put or not move.has_buffers)
+                if move is moves[-1] and not move.may_be_left:
+                    self._run(move, call)
+                elif not (move.may_be_left and self._is_stuck(move)):
+                    thread = threading.Thread(target=self._run, args=(move, call), daemon=True)
+                    thread.start()
+                    threads.append((move, thread))
         finally:
-            # Until then they use the caller's buffers.
-            for thread in threads:
-                thread.join()
+            for move, thread in threads:
+                self._wait(move, thread, end)
         for move in moves:
             failed = 0
             for position, answer in zip(move.positions, move.answers, strict=True):
@@ -246,13 +258,39 @@ class Transfers(TransferSdk):
                     f"the SDK of {move.place.scheme!r} gave {len(answers)} answers for "
                     f"{len(move.items)} blocks"
                 )
-            move.answers = answers
         except KvcmError as error:
-            move.answers = [error] * len(move.items)
+            answers = [error] * len(move.items)
         except Exception as error:  # a registered SDK's fault must not lose the others' answers
             text = f"storage {move.place.storage}: {type(error).__name__}: {error}"
-            move.answers = [StorageError(text)] * len(move.items)
-        move.seconds = self._clock.monotonic() - begun
+            answers = [StorageError(text)] * len(move.items)
+        with self._lock:
+            if move.was_left:
+                self._stuck[move.place] -= 1
+            else:
+                move.answers = answers
+                move.seconds = self._clock.monotonic() - begun
+
+    def _wait(self, move: _Move, thread: threading.Thread, end: float | None) -> None:
+        """Until it has ended; one that may be left, until somewhat past the deadline."""
+        if end is None or not move.may_be_left:
+            thread.join()
+            return
+        begun = self._clock.monotonic()
+        thread.join(max(0.0, end - begun) + _GRACE_S)
+        with self._lock:
+            if not move.answers:
+                move.was_left = True
+                self._stuck[move.place] = self._stuck.get(move.place, 0) + 1
+                move.give_up("has not answered by the deadline")
+                move.seconds = self._clock.monotonic() - begun
+
+    def _is_stuck(self, move: _Move) -> bool:
+        """Whether so many calls were left there that another one would only be one more."""
+        with self._lock:
+            if self._stuck.get(move.place, 0) < _STUCK_MAX:
+                return False
+        move.give_up(f"holds {_STUCK_MAX} calls that have not come back")
+        return True
 
     def _sdk(self, place: Place) -> TransferSdk:
         sdk = self._sdks.get(place)
@@ -291,6 +329,22 @@ class _Move:
         self.items = items
         self.answers: list[Any] = []
         self.seconds = 0.0
+        self.may_be_left = False
+        self.was_left = False
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether any block comes from or goes to the caller's memory."""
+        return any(buffer is not None for _, buffer in self.items)
+
+    def give_up(self, why: str) -> None:
+        """Answer all blocks; a late answer of the SDK does not count any more."""
+        error = Unavailable(f"storage {self.place.storage} {why}", reason=DEADLINE)
+        self.answers = [error] * len(self.items)
+
+
+def _picked(items: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+    return items if len(positions) == len(items) else [items[i] for i in positions]
 
 
 def _grouped(items: Sequence[tuple[str, Any]], answers: list[Any]) -> dict[Place, list[int]]:

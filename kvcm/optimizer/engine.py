@@ -61,21 +61,27 @@ class Manager(Protocol):
 class BlockStore(Protocol):
     """The transfer SDK: answers position by position, errors as values."""
 
-    def put_many(self, items: Sequence[tuple[str, bytes]]) -> Sequence[KvcmError | None]:
+    def put_many(
+        self, items: Sequence[tuple[str, bytes]], *, deadline_s: float | None = None
+    ) -> Sequence[KvcmError | None]:
         """Write blocks; None = written."""
 
-    def get_many(self, items: Sequence[tuple[str, None]]) -> Sequence[bytes | KvcmError | None]:
+    def get_many(
+        self, items: Sequence[tuple[str, None]], *, deadline_s: float | None = None
+    ) -> Sequence[bytes | KvcmError | None]:
         """Read blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """``spec_names`` of every block, each of ``block_bytes``."""
+    """``spec_names`` of every block, each of ``block_bytes``. ``transfer_s``: the longest a call of
+    the store may take."""
 
     spec_names: tuple[str, ...]
     block_bytes: int
     verify: bool = True
     outage_s: float = 30.0
+    transfer_s: float = 30.0
 
 
 class Engine:
@@ -139,7 +145,10 @@ class Engine:
         begun = self._clock.monotonic()
         for batch in self._batches(len(found)):
             names = [(i, spec) for i in batch for spec in self._settings.spec_names]
-            answers = self._store.get_many([(found[i].get(spec, ""), None) for i, spec in names])
+            answers = self._store.get_many(
+                [(found[i].get(spec, ""), None) for i, spec in names],
+                deadline_s=self._settings.transfer_s,
+            )
             for (i, spec), data in zip(names, answers, strict=True):
                 fault = self._fault(keys[i], spec, found[i], data) if i not in faulty else None
                 if fault is not None:
@@ -242,7 +251,8 @@ class Engine:
                         self._content.make(keys[grant.granted[j]], spec, settings.block_bytes),
                     )
                     for j, spec in names
-                ]
+                ],
+                deadline_s=settings.transfer_s,
             )
             for (j, spec), error in zip(names, answers, strict=True):
                 if error is None:

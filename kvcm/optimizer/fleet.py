@@ -58,6 +58,7 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     outage_s: float = 30.0
     write_timeout_s: int = 0
     call_timeout_s: float = 10.0
+    transfer_timeout_s: float = 30.0
     acks: str | None = None
     storage_configs: str = ""
 
@@ -229,7 +230,11 @@ class _EngineRunner:
                 cast(BlockStore, store),
                 BlockContent(plan.fingerprint),
                 EngineSettings(
-                    tuple(plan.spec_names), plan.block_bytes, plan.verify, plan.outage_s
+                    tuple(plan.spec_names),
+                    plan.block_bytes,
+                    plan.verify,
+                    plan.outage_s,
+                    plan.transfer_timeout_s,
                 ),
                 self._clock,
                 stopping=self._stop.is_set,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvcm.client.router import Moved, Place, Transfers, place_of
 from kvcm.client.transfer import GetResult, PutResult, TransferSdk
 from kvcm.client.types import StorageInfo
 from kvcm.core.errors import InvalidArgument, StorageError, Unavailable, Unsupported
+from kvcm.testing.eventually import eventually_sync
 
 
 class MemorySdk(TransferSdk):
@@ -123,6 +124,71 @@ def test_groups_of_one_call_move_at_the_same_time() -> None:
         transfers.register("meet", Meeting)
         answers = transfers.get_many([(f"meet://{name}/", None) for name in "abcab"])
     assert answers == [b"a", b"b", b"c", b"a", b"b"]
+
+
+class Hanging(MemorySdk):
+    """Comes back when it is let go."""
+
+    let_go = threading.Event()
+    entered = 0
+
+    def put_many(self, items: Any, *, deadline_s: float | None = None) -> list[PutResult]:
+        type(self).entered += 1
+        assert self.let_go.wait(30)
+        return [None] * len(items)
+
+    def get_many(self, items: Any, *, deadline_s: float | None = None) -> list[GetResult]:
+        type(self).entered += 1
+        assert self.let_go.wait(30)
+        return [b"late"] * len(items)
+
+
+@pytest.fixture
+def hanging() -> Iterator[type[Hanging]]:
+    class Mine(Hanging):
+        let_go = threading.Event()
+
+    yield Mine
+    Mine.let_go.set()
+
+
+def test_a_storage_that_hangs_is_left_behind_at_the_deadline(hanging: type[Hanging]) -> None:
+    pools = Pools()
+    pools.transfers.register("hang", hanging)
+    uris = ["pool://a/0", "hang://h/0", "pool://a/1"]
+    written = pools.transfers.put_many([(uri, b"1") for uri in uris], deadline_s=0.01)
+    assert [written[0], written[2]] == [None, None]
+    assert getattr(written[1], "reason", "") == "DEADLINE"
+    read = pools.transfers.get_many([(uri, None) for uri in uris], deadline_s=0.01)
+    assert [read[0], read[2]] == [b"1", b"1"]
+    assert isinstance(read[1], Unavailable)
+    # Each that hangs costs a thread: in the end nobody goes there any more ...
+    for _ in range(3):
+        pools.transfers.get_many([("hang://h/0", None)], deadline_s=0)
+    assert hanging.entered == 4
+    pools.transfers.close()
+    assert [sdk.closed for sdk in pools.made] == [1]
+
+
+def test_a_storage_that_no_longer_hangs_is_used_again(hanging: type[Hanging]) -> None:
+    transfers = Transfers()
+    transfers.register("hang", hanging)
+    for _ in range(5):
+        (answer,) = transfers.get_many([("hang://h/0", None)], deadline_s=0)
+        assert isinstance(answer, Unavailable)
+    hanging.let_go.set()
+    eventually_sync(
+        lambda: transfers.get_many([("hang://h/0", None)], deadline_s=5) == [b"late"], timeout=10
+    )
+
+
+def test_a_read_into_the_callers_buffer_is_waited_for(hanging: type[Hanging]) -> None:
+    transfers = Transfers()
+    transfers.register("hang", hanging)
+    threading.Timer(1.0, hanging.let_go.set).start()
+    # Half a second past its deadline it would have been left, with the buffer still written to.
+    (answer,) = transfers.get_many([("hang://h/0", bytearray(4))], deadline_s=0)
+    assert answer == b"late"
 
 
 class Broken(MemorySdk):

@@ -78,8 +78,12 @@ class DictStore:
         self.blocks: dict[str, bytes] = {}
         self.refuse: set[str] = set()
         self.foreign: set[str] = set()
+        self.deadlines: list[float | None] = []
 
-    def put_many(self, items: Sequence[tuple[str, bytes]]) -> Sequence[KvcmError | None]:
+    def put_many(
+        self, items: Sequence[tuple[str, bytes]], *, deadline_s: float | None = None
+    ) -> Sequence[KvcmError | None]:
+        self.deadlines.append(deadline_s)
         return [self._put(uri, data) for uri, data in items]
 
     def _put(self, uri: str, data: bytes) -> KvcmError | None:
@@ -88,7 +92,10 @@ class DictStore:
         self.blocks[uri] = data
         return None
 
-    def get_many(self, items: Sequence[tuple[str, None]]) -> Sequence[bytes | KvcmError | None]:
+    def get_many(
+        self, items: Sequence[tuple[str, None]], *, deadline_s: float | None = None
+    ) -> Sequence[bytes | KvcmError | None]:
+        self.deadlines.append(deadline_s)
         return [self._get(uri) for uri, _ in items]
 
     def _get(self, uri: str) -> bytes | KvcmError:

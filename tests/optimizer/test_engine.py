@@ -139,6 +139,28 @@ async def test_what_only_this_engine_cannot_read_is_lost_to_it_and_not_reported(
     assert bench.counts.blocks_lost == 2
 
 
+async def test_no_transfer_may_take_for_ever():
+    bench = Bench()
+    await bench.engine.serve([1, 2, 3])
+    await bench.engine.serve([1, 2, 3])
+    assert bench.store.deadlines == [30.0, 30.0]
+
+
+async def test_blocks_bytes_and_failures_are_counted_for_each_storage():
+    bench = Bench(specs=("tp0", "tp1"))
+    bench.store.refuse.add("file://s/2_tp1?size=64")
+    await bench.engine.serve([1, 2, 3])
+    bench.store.refuse = {"file://s/1_tp1?size=64"}
+    await bench.engine.serve([1])
+    at = bench.counts.storages["file://s"]
+    assert (at.blocks_written, at.writes_failed, at.bytes_written) == (2, 1, 5 * 64)
+    assert (at.blocks_read, at.reads_failed, at.bytes_read) == (0, 1, 64)
+    total = Counters()
+    total.merge(bench.counts)
+    total.merge(bench.counts)
+    assert total.storages["file://s"].blocks_written == 4
+
+
 async def test_what_a_report_took_out_is_written_again_at_once():
     bench = Bench()
     await bench.engine.serve([1, 2, 3])
