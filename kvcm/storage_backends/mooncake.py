@@ -8,37 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from kvcm.core import mooncake
 from kvcm.core.clock import Clock
 from kvcm.core.errors import StorageError, Unsupported
 from kvcm.core.limits import NAMES_PER_JOB_MAX
-from kvcm.core.types import StorageConfig, StorageType
-from kvcm.storage_backends import mooncake_names as names_of
-from kvcm.storage_backends.base import (
-    Capability,
-    ExtentName,
-    FoundObject,
-    ObjectRef,
-    ProbeResult,
-    SpecSlots,
-)
+from kvcm.core.types import StorageConfig
+from kvcm.storage_backends.base import ProbeResult
+from kvcm.storage_backends.keyed import KeyedBackend, refusals
 from kvcm.storage_backends.mooncake_process import WorkerProcess
 from kvcm.storage_backends.mooncake_worker import PROBE_BYTES
-from kvcm.storage_backends.posix_names import check_storage_name, check_tokens
 
+PROBE_PREFIX = "kvcm.probe."
+"""Of keys that a probe puts and removes; no block's key begins so."""
 LEASED = "LEASED"
 """``reason`` of a delete that the master refused because a reader holds a lease."""
 
 
-class MooncakeBackend:
-    """One Mooncake store. Pure methods work without ``open``; the SDK runs in its own process."""
+class MooncakeBackend(KeyedBackend):
+    """One Mooncake store. Pure methods work without ``open``; the SDK runs in its own process.
 
-    type = StorageType.MOONCAKE
-    # It has no call that lists keys; blocks lost with their memory are found by readers' reports.
-    capabilities = Capability.EXISTS
-    touched = False
+    It has no call that lists keys; blocks lost with their memory are found by readers' reports.
+    """
+
+    product = "Mooncake"
 
     def __init__(self, config: StorageConfig, clock: Clock) -> None:
         """Check the config; starts and touches nothing.
@@ -46,17 +40,11 @@ class MooncakeBackend:
         Raises:
             InvalidArgument: the config is wrong; the message names the field.
         """
-        check_storage_name(config.global_unique_name)
-        self.config = config
-        self._clock = clock
+        super().__init__(config, clock)
         self._spec = mooncake.check_spec(config.spec)
         self._label = f"storage {config.global_unique_name} (Mooncake master {self._spec.master})"
-        self._descriptor = names_of.encode(config.global_unique_name)
         self._worker: WorkerProcess | None = None
         self._probing: asyncio.Task[ProbeResult] | None = None
-
-    async def create(self) -> None:
-        """Nothing is to be made: the store is there before the manager."""
 
     async def open(self) -> None:
         """Raises Unsupported when the extra is not installed."""
@@ -65,7 +53,7 @@ class MooncakeBackend:
         if self._worker is None:
             self._worker = WorkerProcess(self._label, self._spec)
         # The first call connects; that it can be answered is all that is asked for here.
-        await self._worker.call("exists", [names_of.PROBE_PREFIX], [0])
+        await self._worker.call("exists", [PROBE_PREFIX], [0])
         if self.config.check_storage_available_when_open:
             result = await self.probe()
             if not result.available:
@@ -85,48 +73,18 @@ class MooncakeBackend:
         return await asyncio.shield(self._probing)
 
     async def _probe(self) -> ProbeResult:
-        key = names_of.PROBE_PREFIX + self._clock.random_bytes(12).hex()
+        key = PROBE_PREFIX + self.clock.random_bytes(12).hex()
         try:
-            content = self._clock.random_bytes(PROBE_BYTES)
+            content = self.clock.random_bytes(PROBE_BYTES)
             unwritable = await self._running().call("probe", key, content)
         except StorageError as error:
             return ProbeResult(False, str(error))
         return ProbeResult(True, unwritable=unwritable)
 
-    def place(self, extent: ExtentName, specs: Sequence[SpecSlots]) -> bytes:
-        """Raises InvalidArgument for names that are not tokens."""
-        check_tokens(extent.cluster_uid, extent.instance_uid, extent.extent)
-        return self._descriptor
-
-    def uris(
-        self, descriptor: bytes, extent: ExtentName, spec: SpecSlots, first: int, count: int
-    ) -> list[str]:
-        return names_of.slot_uris(names_of.decode(descriptor), extent, spec, first, count)
-
-    def objects(
-        self, descriptor: bytes, extent: ExtentName, specs: Sequence[SpecSlots]
-    ) -> list[ObjectRef]:
-        names_of.decode(descriptor)
-        return names_of.slot_objects(extent, specs)
-
-    async def prepare(self, cluster_uid: str, instance_uid: str) -> None:
-        """Keys need no folders."""
-        check_tokens(cluster_uid, instance_uid)
-
-    async def touch(self, names: Sequence[str]) -> None:
-        raise self._cannot("create objects ahead of writers")
-
     async def delete(self, names: Sequence[str]) -> list[Exception | None]:
         """A key that readers hold a lease on is refused (reason LEASED): to be tried again."""
-        answers: list[Exception | None] = [None] * len(names)
-        good: list[int] = []
-        for i, name in enumerate(names):
-            try:
-                names_of.check_key(name)
-            except StorageError as error:
-                answers[i] = error
-            else:
-                good.append(i)
+        answers = refusals(names)
+        good = [i for i, refusal in enumerate(answers) if refusal is None]
 
         async def job(part: Sequence[int]) -> None:
             try:
@@ -150,32 +108,10 @@ class MooncakeBackend:
         ]
         return [there for part in await asyncio.gather(*calls) for there in part]
 
-    async def list_objects(self, cluster_uid: str, instance_uid: str) -> list[str]:
-        raise self._cannot("list objects")
-
-    def survey(self, cluster_uid: str, instance_uid: str) -> AsyncIterator[Sequence[FoundObject]]:
-        raise self._cannot("list objects")
-
-    async def instances(self, cluster_uid: str) -> list[str]:
-        raise self._cannot("list objects")
-
-    async def leftovers(self) -> list[FoundObject]:
-        raise self._cannot("list objects")
-
-    async def delete_leftovers(self, names: Sequence[str]) -> list[Exception | None]:
-        raise self._cannot("list objects")
-
-    async def remove_instance(self, cluster_uid: str, instance_uid: str) -> None:
-        """Keys leave no folders."""
-        check_tokens(cluster_uid, instance_uid)
-
     def _running(self) -> WorkerProcess:
         if self._worker is None:
             raise StorageError(f"{self._label} is not open")
         return self._worker
-
-    def _cannot(self, what: str) -> Unsupported:
-        return Unsupported(f"storage {self.config.global_unique_name}: Mooncake cannot {what}")
 
     def _refused(self, name: str, code: int) -> StorageError:
         reason = LEASED if code == mooncake.LEASED else ""

@@ -6,15 +6,19 @@ docs/plugins.md and docs/decisions/0019-storage-plugins.md.
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 from kvcm.core.clock import Clock
 from kvcm.core.errors import InvalidArgument, KvcmError, StorageError, Unsupported
 from kvcm.core.types import STORAGE_TYPE_NAMES, StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
+
+_log = logging.getLogger(__name__)
 
 GROUP = "kvcm.storage_backends"
 
@@ -38,12 +42,39 @@ def build(kind: str, config: StorageConfig, clock: Clock) -> DataStorageBackend:
         factory = _load(kind)
     except Unsupported as error:
         raise Unsupported(f"{storage}: {error}") from error
+    label = f"{storage}: plug-in {kind!r}"
     try:
-        return factory(config, clock)
+        backend = factory(config, clock)
     except KvcmError:
         raise
     except Exception as error:  # code of others: its faults must be told from ours
-        raise StorageError(f"{storage}: plug-in {kind!r} failed: {_text(error)}") from error
+        raise StorageError(f"{label} failed: {_text(error)}") from error
+    return cast(DataStorageBackend, _Guarded(backend, label))
+
+
+class _Guarded:
+    """A plug-in's backend whose faults are StorageErrors, which all callers expect: a fault of one
+    storage must not end what others have a part in, such as a report of blocks on several."""
+
+    def __init__(self, backend: DataStorageBackend, label: str) -> None:
+        self._backend = backend
+        self._label = label
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._backend, name)
+        return self._guarded(name, value) if inspect.iscoroutinefunction(value) else value
+
+    def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        async def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await call(*args, **kwargs)
+            except KvcmError:
+                raise
+            except Exception as error:  # code of others may raise anything
+                _log.exception("%s: fault in %s", self._label, name)
+                raise StorageError(f"{self._label} failed in {name}: {_text(error)}") from error
+
+        return guarded
 
 
 # Both are asked for again and again while a storage cannot be built; reading what is installed

@@ -4,6 +4,7 @@ import json
 import math
 import stat
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,41 @@ def test_a_listed_storage_can_be_added_again_from_its_json(kvcm, tmp_path):
     kvcm.ok("admin", "storage", "add", "--file", file)
     assert entry in kvcm.json("admin", "storage", "list")
     kvcm.ok("admin", "storage", "remove", "copy", "--yes")
+
+
+def test_a_vcns_hf3fs_storage_is_added_by_every_way_and_serves(kvcm, manager, tmp_path):
+    mountpoint = f"mountpoint={tmp_path}"
+    kvcm.ok(
+        "admin", "storage", "add", "vcns_1", "--type", "vcns_hf3fs", "--check",
+        "-s", mountpoint, "-s", "root_dir=/one", "-s", "remote_host=vcns", "-s", "remote_port=9000",
+    )  # fmt: skip
+    spec = {"mountpoint": str(tmp_path), "root_dir": "/two", "meta_storage_uri": "x://y"}
+    body = {"storage": {"global_unique_name": "vcns_2", "vcnsthreefs": spec}}
+    url = f"http://{manager.host}:{manager.admin_http_port}/api/addStorage"
+    answer = httpx.post(url, json=body, trust_env=False).json()
+    assert answer["header"]["status"]["code"] == "OK", answer
+    shown = {s["global_unique_name"]: s for s in kvcm.json("admin", "storage", "list")}
+    assert shown["vcns_1"]["type"] == shown["vcns_2"]["type"] == "vcns_hf3fs"
+    assert (shown["vcns_1"]["spec"]["remote_port"], shown["vcns_1"]["health"]) == (
+        9000,
+        "available",
+    )
+    assert shown["vcns_2"]["spec"]["meta_storage_uri"] == "x://y"
+
+    # What is written there is read back, by the path in the URI.
+    kvcm.ok("admin", "group", "create", "vcns", "--candidate", "vcns_1", "--capacity", "1MB")
+    with Client(manager.target) as client:
+        known = client.register_instance("vcns", "vcns-model", 16, {"tp0": 8})
+        assert known.storage_configs[0].storage_spec["remote_host"] == "vcns"
+        with client.write("vcns-model", [1, 2]) as session:
+            assert not session.put(FileSdk(), [b"block-01", b"block-02"])
+        uris = list(client.get_cache_location("vcns-model", [1, 2]).locations.uris("tp0"))
+        assert all(uri.startswith(f"vcns_hf3fs://vcns_1{tmp_path}/one/") for uri in uris)
+        assert FileSdk().get_many([(uri, None) for uri in uris]) == [b"block-01", b"block-02"]
+    kvcm.ok("admin", "instance", "remove", "vcns-model", "--yes")
+    kvcm.ok("admin", "group", "remove", "vcns", "--yes")
+    kvcm.ok("admin", "storage", "remove", "vcns_2", "--yes")
+    kvcm.ok("admin", "storage", "remove", "vcns_1", "--yes", "--force")
 
 
 def test_storage_mistakes_are_named(kvcm, tmp_path):

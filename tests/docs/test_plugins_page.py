@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from kvcm.cli.local_manager import LocalManager, running_manager
-from kvcm.client import AdminClient
+from kvcm.client import AdminClient, block_keys
 from kvcm.client.router import Transfers
 from kvcm.client.sync import Client
 from kvcm.client.transfer import storage_specs
@@ -134,9 +134,7 @@ async def test_an_engine_writes_and_reads_blocks_on_the_pages_storage(place: Pla
     engine = ENGINE.replace("127.0.0.1:6381", place.manager.target)
     done = place.run(sys.executable, "-c", engine)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (
-        "4 blocks at sqlite://sqlite_01/, the last begins with b'\\x03\\x03\\x03\\x03'\n"
-    )
+    assert done.stdout == "4 blocks found, the last begins with b'\\x03\\x03\\x03\\x03'\n"
 
     with Client(place.manager.target) as client:
         known = client.register_instance("team-a", "llama-8b", 16, {"tp0": 4096})
@@ -144,6 +142,9 @@ async def test_an_engine_writes_and_reads_blocks_on_the_pages_storage(place: Pla
             "sqlite",
             {"path": f"{place.folder}/blocks.db"},
         )
+        found = client.get_cache_location("llama-8b", block_keys(list(range(64)), 16))
+        assert [location.type for location in found.locations] == [StorageType.PLUGIN] * 4
+        assert all(uri.startswith("sqlite://sqlite_01/") for uri in found.locations.uris("tp0"))
     listed = json.loads(place.kvcm("kvcm admin storage list --json").stdout)
     (shown,) = [each for each in listed if each["global_unique_name"] == "sqlite_01"]
     assert (shown["type"], shown["health"]) == ("sqlite", "available")

@@ -14,7 +14,6 @@ from kvcm.core.memory import pool_of
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
-from kvcm.storage_backends.memory import MemoryBackend
 from kvcm.testing.contracts.storage_backend import StorageBackendContract
 
 NAME = "memory_01"
@@ -29,7 +28,6 @@ class TestMemory(StorageBackendContract):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[DataStorageBackend]:
         backend = build_backend(config(), SystemClock())
-        assert isinstance(backend, MemoryBackend)
         await backend.open()
         yield backend
         await backend.close()

@@ -24,7 +24,10 @@ NO_FACTORY = 7
 
 
 class Other(MemoryBackend):
-    pass
+    product = "other"
+
+    async def exists(self, names, sizes):
+        raise ZeroDivisionError("by zero")
 
 
 def fails(config, clock):
@@ -60,7 +63,7 @@ def build(kind: StorageType, **spec: str) -> DataStorageBackend:
 
 def test_a_plugin_serves_the_type_of_its_name(installed: Install) -> None:
     installed("one", {"one": "Other"})
-    assert type(build(StorageType.PLUGIN, plugin="one")).__name__ == "Other"
+    assert getattr(build(StorageType.PLUGIN, plugin="one"), "product", "") == "other"
 
 
 def test_the_memory_pool_is_unsupported_unless_a_plugin_serves_it(installed: Install) -> None:
@@ -98,6 +101,23 @@ def test_what_is_wrong_with_a_plugin_is_said(
         with pytest.raises(kind, match=f"storage 's': {message}"):
             build(StorageType.PLUGIN, plugin="bad")
     assert build(StorageType.PLUGIN, plugin="good")
+
+
+async def test_a_fault_of_a_plugin_is_an_error_of_its_storage(
+    installed: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed("one", {"one": "Other"})
+    backend = build(StorageType.PLUGIN, plugin="one")
+    await backend.open()
+    assert (await backend.probe()).available
+    message = "storage 's': plug-in 'one' failed in exists: ZeroDivisionError: by zero"
+    with pytest.raises(StorageError, match=message):
+        await backend.exists(["x"], [1])
+    assert "ZeroDivisionError" in caplog.text
+    # An error of the right kind stays what it is.
+    with pytest.raises(Unsupported, match="other cannot list objects"):
+        await backend.list_objects("c", "i")
+    await backend.close()
 
 
 def test_two_packages_for_one_type_are_refused_by_name(installed: Install) -> None:

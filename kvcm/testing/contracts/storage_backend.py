@@ -217,6 +217,13 @@ class StorageBackendContract:
         result = await backend.probe()
         assert result.available, result.detail
 
+    async def test_creating_it_again_leaves_everything_as_it_is(
+        self, backend: DataStorageBackend
+    ) -> None:
+        uris = await self._fill(backend, EXTENT)
+        await backend.create()
+        assert all([await self.read_block(uri) is not None for uri in uris])
+
     async def test_prepare_and_close_can_be_repeated(self, backend: DataStorageBackend) -> None:
         for _ in range(2):
             await backend.prepare(CLUSTER, EXTENT.instance_uid)
