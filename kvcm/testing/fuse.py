@@ -2,9 +2,15 @@
 
 It speaks the kernel's FUSE protocol on ``/dev/fuse`` itself, as ``linux/fuse.h`` describes it
 (version 7.31), so it needs root and no library. Commands come as lines on standard input, each
-answered by ``ok``: ``well``, ``error NUMBER`` (every operation fails with that errno), ``slow
-SECONDS`` (every operation is answered so much later), ``hang``. It ends with its standard input,
-and what it held with it.
+answered by ``ok``:
+
+* ``well``
+* ``error NUMBER``: every operation fails with that errno
+* ``writes NUMBER``: only writing bytes does
+* ``slow SECONDS``: every operation is answered so much later
+* ``hang``: none is
+
+It ends with its standard input, and what it held with it.
 
 Hanging means that it does not even take requests: whoever calls then waits in the kernel, and can
 be killed there, as on a network mount. Were a request taken and not answered (as when this process
@@ -64,6 +70,7 @@ class FaultyFileSystem:
         self._nodes = {_ROOT: _Node(stat.S_IFDIR | 0o777, time.time())}
         self._last = _ROOT
         self._error = 0
+        self._fails_writes_only = False
         self._delay_s = 0.0
         self._hangs = False
         self._answers: dict[int, Callable[[int, memoryview], bytes]] = {
@@ -100,7 +107,8 @@ class FaultyFileSystem:
         if not line:
             return False
         word, _, value = line.strip().partition(" ")
-        self._error = int(value) if word == "error" else 0
+        self._error = int(value) if word in ("error", "writes") else 0
+        self._fails_writes_only = word == "writes"
         self._delay_s = float(value) if word == "slow" else 0.0
         self._hangs = word == "hang"
         _say_ok()
@@ -126,7 +134,8 @@ class FaultyFileSystem:
             if self._delay_s and select.select([sys.stdin], [], [], self._delay_s)[0]:
                 # The command that came instead may end the delay.
                 self._command()
-            number = self._error
+            if kind == _WRITE or not self._fails_writes_only:
+                number = self._error
         try:
             if not number:
                 answer = self._answers[kind](node, body)

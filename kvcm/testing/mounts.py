@@ -50,6 +50,10 @@ class FaultyMount:
         """Every operation fails with an errno."""
         self._tell(f"error {number}")
 
+    def fail_writes(self, number: int) -> None:
+        """Writing bytes fails with an errno; all else works."""
+        self._tell(f"writes {number}")
+
     def heal(self) -> None:
         """Undoes the others; calls that waited go on."""
         self._tell("well")

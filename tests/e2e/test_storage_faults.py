@@ -66,6 +66,12 @@ AWAY = {
         lambda rig: rig.faulty.fail(errno.EACCES),
         lambda rig: rig.faulty.heal(),
     ),
+    "writes fail": Fault(
+        FAULTY,
+        "Input/output error",
+        lambda rig: rig.faulty.fail_writes(errno.EIO),
+        lambda rig: rig.faulty.heal(),
+    ),
     "stale": Fault(
         FAULTY,
         "Stale file handle",
