@@ -233,8 +233,12 @@ class SpaceMachine:
                 break
             await self.h.wait(1)
         assert self.limits.below_marks() == []
-        await self.h.drain()
-        found = await self._scanned()
+        for _ in range(20):
+            await self.h.drain()
+            found = await self._scanned()
+            # What grows too old for policy TTL meanwhile is thrown away in the last of the waiting.
+            if not any(stored.trash for stored in found.instances.values()):
+                break
         space_checks.check_over(found, self.left)
         self._prune(found)
         self.open.clear()
