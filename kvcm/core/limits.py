@@ -114,5 +114,6 @@ REPORTED_CORRUPT_BLOCKS_PER_MINUTE_MAX = 8_192
 """Blocks of an instance that readers' word alone may take out of the cache."""
 REPORTED_UNCONFIRMED_BLOCKS_PER_MINUTE_MAX = 16_384
 """Blocks of an instance that are reported missing without being so; each costs a look."""
-REPORT_CHECK_S_MAX = 5.0
-"""A storage that does not tell by then whether reported blocks are missing keeps them."""
+REPORT_CHECK_S_MAX = 1.0
+"""A storage that does not tell by then whether reported blocks are missing keeps them. Below the
+client's time-out for a call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from kvcm.testing import fuse
 from kvcm.testing.processes import ending_with_us
 
 _PATIENCE_S = 20.0
+_PAGE_BYTES = 4096
 
 
 def why_not() -> str:
@@ -107,6 +109,22 @@ class PrivateMounts:
     def remount(self, path: Path, *, read_only: bool) -> None:
         """Make a mounted file system read-only, or writable again."""
         self._run("mount", "-o", f"remount,{'ro' if read_only else 'rw'}", str(path))
+
+    def fill(self, path: Path) -> Path:
+        """Take all space that a mounted file system has left; the file that does (as seen from
+        outside), so that deleting it gives it back. Others may write meanwhile."""
+        filler = self.seen(path) / "filler"
+        size, step = 0, 1 << 20
+        with filler.open("wb") as file:
+            while step >= _PAGE_BYTES:
+                try:
+                    os.posix_fallocate(file.fileno(), size, step)
+                    size += step
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    step //= 2
+        return filler
 
     def faulty(self, path: Path) -> FaultyMount:
         """Mount a file system that fails on demand."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,9 @@ class Rig:
         ]
         document = {"storages": storages, "instance_groups": groups}
         self.site = Site(folder, document=document, inside=mounts.inside)
+        begun = time.monotonic()
         self.site.start(settings=SETTINGS)
+        self.start_s = time.monotonic() - begun
 
     # ---- faults ------------------------------------------------------------------------------
 
@@ -85,16 +86,10 @@ class Rig:
 
     def fill(self) -> None:
         """No further byte fits then."""
-        with self._filler.open("wb") as file:
-            space = os.fstatvfs(file.fileno())
-            os.posix_fallocate(file.fileno(), 0, space.f_bfree * space.f_bsize)
+        self._filler = self._mounts.fill(self.hardware)
 
     def empty(self) -> None:
         self._filler.unlink()
-
-    @property
-    def _filler(self) -> Path:
-        return self._mounts.seen(self.hardware) / "filler"
 
     # ---- what operators see --------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,16 +79,10 @@ class Fleet:
 
     def fill(self) -> None:
         """No further byte fits then."""
-        with self._filler.open("wb") as file:
-            space = os.fstatvfs(file.fileno())
-            os.posix_fallocate(file.fileno(), 0, space.f_bfree * space.f_bsize)
+        self._filler = self._mounts.fill(self._folder / FULL)
 
     def empty(self) -> None:
         self._filler.unlink()
-
-    @property
-    def _filler(self) -> Path:
-        return self._mounts.seen(self._folder / FULL / "filler")
 
     # ---- what is seen --------------------------------------------------------------------------
 
