@@ -23,7 +23,7 @@ from kvcm.cache.api import AdmissionUsage
 from kvcm.cache.room import Limit
 from kvcm.core import quota
 from kvcm.core.errors import InvalidArgument, KvcmError
-from kvcm.core.keys import KeyBatch, KeyForm, unpack_keys
+from kvcm.core.keys import KeyBatch
 from kvcm.core.limits import ADMISSION_QUEUE_BYTES_MAX, SKETCH_CELLS_MAX, SKETCH_CELLS_MIN
 from kvcm.core.types import AdmissionPolicy, InstanceGroup, StorageConfig
 from kvcm.metaindex.entry import Entry, with_ancestors
@@ -44,7 +44,6 @@ VICTIMS_FIRST, VICTIMS_MAX = 8, 64
 STAYS_PER_USE = 2
 """How often a victim may stay for each of its uses."""
 _SLICE_KEYS = 1024
-_SLICE_BYTES = 10 * _SLICE_KEYS
 _SLICES_INLINE = 4
 _RUNS_MAX = 4
 _DEFENCES_MAX = 4096
@@ -117,7 +116,7 @@ class GroupFrequencies:
             return True
         waiting = self._queue[0]
         try:
-            raw = _next_slice(waiting)
+            raw, waiting.at = waiting.batch.piece(waiting.at, _SLICE_KEYS)
         except InvalidArgument:
             # Its caller got that answer.
             raw = b""
@@ -151,23 +150,6 @@ class GroupFrequencies:
         """Uses of blocks, as the sketch has them."""
         assert self.sketch is not None
         return self.sketch.estimate(keys)
-
-
-def _next_slice(waiting: _Waiting) -> bytes:
-    """The next raw keys of a request.
-
-    Raises:
-        InvalidArgument: malformed varints.
-    """
-    batch, start = waiting.batch, waiting.at
-    if batch.form is KeyForm.RAW:
-        waiting.at = start + 8 * _SLICE_KEYS
-        return batch.data[start : waiting.at]
-    end = min(start + _SLICE_BYTES, len(batch.data))
-    while end > start and batch.data[end - 1] >= 0x80:
-        end -= 1
-    waiting.at = end
-    return unpack_keys(batch.data[start:end])
 
 
 class Admission:

@@ -241,6 +241,23 @@ class KeyBatch:
             return self.data
         return KeyBatch.from_array(self.array()).data
 
+    def piece(self, at: int, count: int) -> tuple[bytes, int]:
+        """Raw keys from byte ``at`` of ``data`` on, at most ``count`` (of packed ones, as many as
+        are in ten bytes for each), and where the next piece begins.
+
+        Raises:
+            InvalidArgument: malformed varints.
+        """
+        if self.form is KeyForm.RAW:
+            end = at + 8 * count
+            return self.data[at:end], min(end, len(self.data))
+        end = min(at + 10 * count, len(self.data))
+        while end > at and self.data[end - 1] >= 0x80:
+            end -= 1
+        if end == at < len(self.data):
+            raise InvalidArgument("block_keys: a varint is longer than 10 bytes")
+        return unpack_keys(self.data[at:end]), end
+
     def select(self, keep: Sequence[bool]) -> KeyBatch:
         """The keys at the positions where ``keep`` is true, in order."""
         return KeyBatch.from_array(

@@ -77,6 +77,17 @@ SKETCH_CELLS_MAX = 1 << 24
 """Counters in a row of a group's frequency sketch (TinyLFU admission); five bytes each."""
 ADMISSION_QUEUE_BYTES_MAX = 8 << 20
 """Keys of a group's requests that wait to be counted, as they came; the rest is not counted."""
+CEILING_INSTANCES_MAX = 64
+"""Instances with hit-rate windows of their own; the others count in their group only. One takes
+below 2 MiB."""
+CEILING_GROUPS_MAX = 64
+"""Groups with hit-rate windows."""
+CEILING_QUEUE_BYTES_MAX = 8 << 20
+"""Keys of requests that wait to be counted for the ceiling, as they came; others are not."""
+CEILING_SAMPLED_KEYS_MAX = 32_768
+"""Keys whose fate is followed, to tell why blocks are missed."""
+CEILING_SAMPLED_KEYS_PER_S = 8_192
+"""Looks at one of them; the sample is halved when there are more."""
 STORAGE_ROOT_BYTES_MAX = 512
 """Root folder of a file storage; it is part of every allocation's descriptor."""
 KEYS_PER_FILE_MAX = 4_096

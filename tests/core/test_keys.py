@@ -63,6 +63,23 @@ def test_malformed_varints_are_refused(data: bytes) -> None:
         unpack_keys(data)
 
 
+@given(st.lists(int64, max_size=60), st.integers(1, 20))
+def test_pieces_are_all_keys_in_order(keys: list[int], count: int) -> None:
+    raw = KeyBatch.from_ints(keys)
+    for batch in (raw, KeyBatch.from_packed(pack_keys(raw.data)[0])):
+        at, pieces = 0, []
+        while at < len(batch.data):
+            piece, at = batch.piece(at, count)
+            pieces.append(piece)
+        assert b"".join(pieces) == raw.data
+        assert all(0 < len(piece) <= 8 * 10 * count for piece in pieces)
+
+
+def test_a_piece_without_an_end_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        KeyBatch.from_packed(b"\x01" + b"\xff" * 10 + b"\x01").piece(1, 1)
+
+
 @pytest.mark.parametrize("key", [INT64_MIN - 1, INT64_MAX + 1, 1.5, "7"])
 def test_only_int64_are_keys(key: object) -> None:
     with pytest.raises(InvalidArgument, match="int64"):
