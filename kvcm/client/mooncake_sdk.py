@@ -289,9 +289,12 @@ class _Link:
     def put(self, store: Any, batch: Sequence[_Item]) -> list[int]:
         """Result codes; 0 only where the store holds an object of the right size: a put on an
         existing key answers 0 as well, and keeps what was there."""
-        keys = [item.where.key for item in batch]
         codes = self._transfer(store, batch, lambda *to: store.batch_put_from(*to, self._pinned))
-        held = store.batch_get_replica_desc(keys)
+        # Only of those: it complains to standard error about each key that it does not find.
+        keys = [
+            item.where.key for item, code in zip(batch, codes, strict=True) if code == mooncake.OK
+        ]
+        held = store.batch_get_replica_desc(keys) if keys else {}
         return [
             mooncake.WRONG_SIZE
             if code == mooncake.OK and not _holds(held.get(item.where.key, ()), item.where.size)

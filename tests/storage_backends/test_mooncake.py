@@ -31,8 +31,10 @@ Store = tuple[MooncakeMaster, MooncakeLender]
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with mooncake_store("-default_kv_lease_ttl=200", "-client_ttl=2") as running:
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    # Short leases, so that deletes soon succeed; a parameter is another time.
+    lease_ms = getattr(request, "param", 200)
+    with mooncake_store(f"-default_kv_lease_ttl={lease_ms}", "-client_ttl=2") as running:
         yield running
 
 
@@ -210,6 +212,7 @@ async def test_a_full_store_is_read_and_not_written_until_there_is_room(
 
 
 @needs_mooncake
+@pytest.mark.parametrize("store", [30_000], indirect=True)
 async def test_batches_answer_position_by_position_and_bytes_stay_where_they_are(
     backend: MooncakeBackend, sdk: MooncakeSdk
 ) -> None:
