@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from kvcm.cli.local_manager import LocalManager, running_manager
+from kvcm.cli.main import build_app
 from kvcm.client import AdminClient, block_keys
 from kvcm.client.router import Transfers
 from kvcm.client.sync import Client
@@ -52,11 +54,13 @@ class Place:
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
-    def kvcm(self, line: str) -> subprocess.CompletedProcess[str]:
+    def kvcm(self, line: str) -> str:
         words = line.split()
         assert words.pop(0) == "kvcm"
-        admin = ["--target", self.manager.admin_target]
-        return self.run(sys.executable, "-m", "kvcm.cli.main", *words, *admin)
+        words += ["--target", self.manager.admin_target]
+        done = CliRunner().invoke(build_app(), words)
+        assert (done.exit_code, done.stderr) == (0, "")
+        return done.stdout
 
     async def over_http(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         url = f"http://{self.manager.host}:{self.manager.admin_http_port}/api/{method}"
@@ -127,8 +131,7 @@ def test_the_pages_adapter_passes_the_contract_suite(site: Path, tmp_path: Path)
 
 async def test_an_engine_writes_and_reads_blocks_on_the_pages_storage(place: Place) -> None:
     for line in place.in_folder(COMMANDS).splitlines():
-        done = place.kvcm(line)
-        assert (done.returncode, done.stderr) == (0, "")
+        place.kvcm(line)
 
     assert "127.0.0.1:6381" in ENGINE
     engine = ENGINE.replace("127.0.0.1:6381", place.manager.target)
@@ -145,7 +148,7 @@ async def test_an_engine_writes_and_reads_blocks_on_the_pages_storage(place: Pla
         found = client.get_cache_location("llama-8b", block_keys(list(range(64)), 16))
         assert [location.type for location in found.locations] == [StorageType.PLUGIN] * 4
         assert all(uri.startswith("sqlite://sqlite_01/") for uri in found.locations.uris("tp0"))
-    listed = json.loads(place.kvcm("kvcm admin storage list --json").stdout)
+    listed = json.loads(place.kvcm("kvcm admin storage list --json"))
     (shown,) = [each for each in listed if each["global_unique_name"] == "sqlite_01"]
     assert (shown["type"], shown["health"]) == ("sqlite", "available")
     answer = await place.over_http("listStorage", {})
@@ -162,10 +165,10 @@ async def test_both_transports_and_the_command_add_the_same_storage(place: Place
     with AdminClient(place.manager.admin_target) as admin:
         admin.add_storage(added("b", "sqlite", path=f"{place.folder}/blocks.db"))
         file = place.folder / "storage.json"
-        shown = place.kvcm("kvcm admin storage list --json").stdout
+        shown = place.kvcm("kvcm admin storage list --json")
         (a,) = [each for each in json.loads(shown) if each["global_unique_name"] == "a"]
         file.write_text(json.dumps({**a, "global_unique_name": "c"}))
-        assert place.kvcm(f"kvcm admin storage add --file {file}").returncode == 0
+        place.kvcm(f"kvcm admin storage add --file {file}")
         specs = {s.global_unique_name: (s.type, s.spec) for s in admin.list_storage()}
         assert specs["a"] == specs["b"] == specs["c"]
         for name in "abc":
