@@ -38,7 +38,10 @@ def root_folder(root: str) -> Iterator[int]:
     try:
         fd = os.open(root, _FOLDER)
     except FileNotFoundError as error:
-        raise StorageError(f"root {root!r} is missing: is its file system mounted?") from error
+        raise StorageError(
+            f"root {root!r} is missing: is its file system mounted? "
+            f"(make it, with a file {MARKER!r}, if this is the right place)"
+        ) from error
     except OSError as error:
         raise failure(f"root {root!r} cannot be opened", error) from error
     try:
