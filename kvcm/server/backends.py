@@ -14,6 +14,7 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError, StorageError
 from kvcm.core.health import Breaker, Health, HealthState
 from kvcm.core.types import StorageConfig
+from kvcm.observability.histogram import Timings
 from kvcm.registry.view import RegistryView
 from kvcm.storage_backends.base import DataStorageBackend
 
@@ -43,15 +44,13 @@ class _Slot:
     """When ``work`` was."""
     new: bool = False
     """Its place is to be made first."""
-    probes: Counter[bool] = field(default_factory=Counter)
     changes: Counter[HealthState] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageHealth:
-    """How a storage is, for operators. ``probes``: made so far, by whether they succeeded;
-    ``changes``: how often it came into each state. Counted since it was registered or the manager
-    started."""
+    """How a storage is, for operators. ``changes``: how often it came into each state since it was
+    registered or the manager started."""
 
     config: StorageConfig
     state: HealthState
@@ -59,7 +58,6 @@ class StorageHealth:
     free_bytes: int | None
     unwritable: str
     breaker_open: bool
-    probes: Counter[bool]
     changes: Counter[HealthState]
 
 
@@ -84,6 +82,8 @@ class BackendSet:
         period_s: float,
         timeout_s: float = limits.PROBE_TIMEOUT_S_DEFAULT,
     ) -> None:
+        self.probe_timings = Timings()
+        """Durations by (storage, result), of those that hang so far."""
         self.period_s = period_s
         self.wakeup = asyncio.Event()
         self._timeout_s = timeout_s
@@ -149,7 +149,6 @@ class BackendSet:
                 slot.free_bytes,
                 slot.unwritable,
                 slot.breaker.is_open(now),
-                slot.probes,
                 slot.changes,
             )
 
@@ -242,6 +241,8 @@ class BackendSet:
             return
         for name in self._slots.keys() - view.storages.keys():
             self._drop(self._slots.pop(name))
+            for result in ("good", "bad"):
+                self.probe_timings.pop((name, result), None)
         for name, config in view.storages.items():
             slot = self._slots.get(name)
             if slot is not None and _same_place(slot.config, config):
@@ -284,7 +285,7 @@ class BackendSet:
         for slot in waited:
             if slot.work is not None and not slot.work.done():
                 slot.health = health.failed(slot.health, hung=True)
-                slot.probes[False] += 1
+                self._count_probe(slot, good=False, seconds=self._timeout_s)
                 self._judge(slot, f"no answer within {self._timeout_s:g} s")
 
     async def close(self) -> None:
@@ -326,8 +327,10 @@ class BackendSet:
             self._judge(slot, str(error))
 
     async def _probe(self, slot: _Slot, backend: DataStorageBackend) -> None:
+        began = self._clock.monotonic()
         result = await backend.probe()
-        slot.probes[result.available] += 1
+        seconds = self._clock.monotonic() - began
+        self._count_probe(slot, good=result.available, seconds=seconds)
         if result.available:
             slot.free_bytes = result.free_bytes
             self._set_unwritable(slot, result.unwritable)
@@ -337,6 +340,10 @@ class BackendSet:
         else:
             slot.health = health.failed(slot.health)
             self._judge(slot, result.detail)
+
+    def _count_probe(self, slot: _Slot, *, good: bool, seconds: float) -> None:
+        result = "good" if good else "bad"
+        self.probe_timings[slot.config.global_unique_name, result].observe(seconds)
 
     def _set_unwritable(self, slot: _Slot, reason: str) -> None:
         name = slot.config.global_unique_name

@@ -128,12 +128,14 @@ class Endpoint:
             ReplyTooLarge: the answer exceeds the reply limit.
         """
         started = self._context.clock.monotonic()
-        code = ErrorCode.INVALID_ARGUMENT
+        code, keys = ErrorCode.INVALID_ARGUMENT, 0
         try:
             call = self._parse(data, form)
+            keys = self._keys_of(call)
             code, message = await self._run(call)
         finally:
-            self._context.stats.record(self.name, code, self._context.clock.monotonic() - started)
+            seconds = self._context.clock.monotonic() - started
+            self._context.stats.record(self.name, code, seconds, keys)
         return Reply(self._encode(call, code, message), call.lost)
 
     def _parse(self, data: bytes, form: WireForm) -> Call[Any, Any]:
@@ -155,6 +157,11 @@ class Endpoint:
             raise MalformedRequest(
                 f"{self.name}: the body is not a {self.request_type.DESCRIPTOR.full_name}"
             ) from None
+
+    def _keys_of(self, call: Call[Any, Any]) -> int:
+        for batch in call.packed.values():
+            return len(batch)
+        return max((len(getattr(call.request, n)) for n in self._packed.values()), default=0)
 
     async def _run(self, call: Call[Any, Any]) -> tuple[ErrorCode, str]:
         try:

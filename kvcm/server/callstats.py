@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvcm.core.errors import ErrorCode
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+from kvcm.core.errors import ErrorCode
+from kvcm.observability.histogram import Histogram, Timings, histograms
+
+_KEYS = (0, 16, 128, 1_024)
+SIZES = ("0", "1-16", "17-128", "129-1024", "1025+")
+"""Size classes of calls, by their keys (token ids, when there are no keys)."""
+_FAILED = frozenset(
+    {
+        ErrorCode.INTERNAL_ERROR,
+        ErrorCode.SERVICE_NOT_READY,
+        ErrorCode.IO_ERROR,
+        ErrorCode.UNKNOWN_ERROR,
+    }
+)
+
+
+def outcome_of(code: ErrorCode) -> str:
+    """``ok``; ``failed`` when the manager or what it needs is at fault; else ``refused``."""
+    if code is ErrorCode.OK:
+        return "ok"
+    return "failed" if code in _FAILED else "refused"
+
+
+def size_class(keys: int) -> str:
+    """The one of `SIZES` for so many keys."""
+    return SIZES[bisect_left(_KEYS, keys)]
 
 
 @dataclass(slots=True)
@@ -17,9 +44,9 @@ class ApiStats:
 
     calls: int = 0
     seconds: float = 0.0
-    codes: dict[int, int] = field(default_factory=dict)
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Calls by duration: up to and with each bound of ``BUCKETS_S``, then the rest."""
+    codes: Counter[ErrorCode] = field(default_factory=Counter)
+    timings: Timings = field(default_factory=Timings)
+    """By outcome and size class."""
 
     @property
     def mean_us(self) -> float:
@@ -27,22 +54,39 @@ class ApiStats:
         return self.seconds / self.calls * 1e6 if self.calls else 0.0
 
 
-class CallStats:
+class CallStats(Collector):
     """Statistics by RPC name."""
 
     def __init__(self) -> None:
         self._apis: dict[str, ApiStats] = {}
 
-    def record(self, api: str, code: ErrorCode, seconds: float) -> None:
-        """One call that ended."""
+    def record(self, api: str, code: ErrorCode, seconds: float, keys: int = 0) -> None:
+        """One call that ended; it asked about so many ``keys``."""
         stats = self._apis.get(api)
         if stats is None:
             stats = self._apis[api] = ApiStats()
         stats.calls += 1
         stats.seconds += seconds
-        stats.codes[code] = stats.codes.get(code, 0) + 1
-        stats.buckets[bisect_left(BUCKETS_S, seconds)] += 1
+        stats.codes[code] += 1
+        stats.timings[outcome_of(code), size_class(keys)].observe(seconds)
 
     def items(self) -> Iterator[tuple[str, ApiStats]]:
         """RPCs called so far, by name."""
         return iter(sorted(self._apis.items()))
+
+    def collect(self) -> Iterable[Metric]:
+        calls = CounterMetricFamily(
+            "kvcm_calls", "Calls by RPC and application code.", labels=["api", "code"]
+        )
+        timings: dict[tuple[str, ...], Histogram] = {}
+        for api, stats in self.items():
+            for code, count in sorted(stats.codes.items()):
+                calls.add_metric([api, ErrorCode(code).name], count)
+            timings.update({(api, *labels): h for labels, h in stats.timings.items()})
+        yield calls
+        yield histograms(
+            "kvcm_call_seconds",
+            "Duration of calls by RPC, outcome (ok, refused, failed) and number of keys.",
+            ("api", "outcome", "keys"),
+            timings,
+        )

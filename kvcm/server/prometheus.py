@@ -8,26 +8,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from kvcm.cache.api import AdmissionUsage, Usage, UsageReport
-from kvcm.core.errors import ErrorCode
-from kvcm.server.callstats import BUCKETS_S, CallStats
+from kvcm.server.callstats import CallStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("open", "serving", "dead", "trash")
 
 
 class _Manager(Collector):
-    def __init__(self, stats: CallStats, usage: Callable[[], UsageReport]) -> None:
-        self._stats = stats
+    def __init__(self, usage: Callable[[], UsageReport]) -> None:
         self._usage = usage
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._calls()
         report = self._usage()
         yield _bytes("kvcm_group_bytes", "group", report.groups)
         yield from _limits("kvcm_group", "group", report.groups)
@@ -59,26 +55,6 @@ class _Manager(Collector):
             "Times a record that does not parse was met.",
             report.quarantined,
         )
-
-    def _calls(self) -> Iterable[Metric]:
-        calls = CounterMetricFamily(
-            "kvcm_calls", "Calls by RPC and application code.", labels=["api", "code"]
-        )
-        seconds = HistogramMetricFamily(
-            "kvcm_call_seconds", "Duration of calls by RPC.", labels=["api"]
-        )
-        for api, stats in self._stats.items():
-            for code, count in sorted(stats.codes.items()):
-                calls.add_metric([api, ErrorCode(code).name], count)
-            total = 0
-            buckets: list[tuple[str, float]] = []
-            bounds = [*map(str, BUCKETS_S), "+Inf"]
-            for bound, count in zip(bounds, stats.buckets, strict=True):
-                total += count
-                buckets.append((bound, total))
-            seconds.add_metric([api], buckets, stats.seconds)
-        yield calls
-        yield seconds
 
 
 def _bytes(name: str, label: str, usages: dict[str, Usage]) -> Metric:
@@ -137,6 +113,6 @@ def exposition(
 ) -> Callable[[], bytes]:
     """A function that gives the current text of ``/metrics``."""
     registry = CollectorRegistry(auto_describe=False)
-    for collector in (_Manager(stats, usage), *more):
+    for collector in (stats, _Manager(usage), *more):
         registry.register(collector)
     return lambda: generate_latest(registry)

@@ -8,14 +8,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvcm.core.health import HealthState
+from kvcm.observability.histogram import Timings, histograms
 from kvcm.server.backends import StorageHealth
 
 
 class StorageMetrics(Collector):
     """State, probes and free space of each storage; read when scraped."""
 
-    def __init__(self, statuses: Callable[[], Iterable[StorageHealth]]) -> None:
+    def __init__(
+        self, statuses: Callable[[], Iterable[StorageHealth]], probe_timings: Timings | None = None
+    ) -> None:
         self._statuses = statuses
+        self._probe_timings = probe_timings if probe_timings is not None else Timings()
 
     def collect(self) -> Iterable[Metric]:
         state = GaugeMetricFamily(
@@ -27,9 +31,6 @@ class StorageMetrics(Collector):
             "kvcm_storage_state_changes",
             "Times a storage came into a state.",
             labels=["storage", "state"],
-        )
-        probes = CounterMetricFamily(
-            "kvcm_storage_probes", "Probes by result.", labels=["storage", "result"]
         )
         free = GaugeMetricFamily(
             "kvcm_storage_free_bytes",
@@ -54,10 +55,14 @@ class StorageMetrics(Collector):
                 state.add_metric([name, kind, known], float(known == shown))
             for to, count in status.changes.items():
                 changes.add_metric([name, to.name.lower()], count)
-            for good in (True, False):
-                probes.add_metric([name, "good" if good else "bad"], status.probes[good])
             if status.free_bytes is not None:
                 free.add_metric([name], status.free_bytes)
             writable.add_metric([name], float(not status.unwritable))
             breaker.add_metric([name], float(status.breaker_open))
-        yield from (state, changes, probes, free, writable, breaker)
+        yield from (state, changes, free, writable, breaker)
+        yield histograms(
+            "kvcm_storage_probe_seconds",
+            "Duration of probes by result (good, bad). Moves when idle, too.",
+            ("storage", "result"),
+            self._probe_timings,
+        )

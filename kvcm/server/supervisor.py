@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from kvcm.core.clock import Clock
+from kvcm.observability.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,9 @@ class Waking(Protocol):
 class Supervisor:
     """Owns one task per loop."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, rounds: Rounds | None = None) -> None:
         self._clock = clock
+        self._rounds = rounds
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, loops: Iterable[Loop]) -> None:
@@ -59,13 +61,17 @@ class Supervisor:
     async def _run(self, loop: Loop) -> None:
         failures = 0
         while True:
+            began = self._clock.monotonic()
             try:
-                await loop.run_once(self._clock.monotonic())
+                await loop.run_once(began)
                 failures = 0
             except Exception:
                 # A faulty round ends neither its loop nor the others; it is tried again later.
                 failures += 1
                 log.exception("background loop %r failed (%d in a row)", loop.name, failures)
+            if self._rounds is not None:
+                seconds = self._clock.monotonic() - began
+                self._rounds.record(loop.name, seconds, failed=failures > 0)
             await self._pause(loop, back_off(loop.period_s, failures), failures)
 
     async def _pause(self, loop: Loop, seconds: float, failures: int) -> None:

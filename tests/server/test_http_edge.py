@@ -298,7 +298,7 @@ async def test_health_usage_and_metrics(running: Running) -> None:
     assert usage["group_types"][0]["storage_type"] == "file"
     text = (await get(running.url("/metrics", admin=True))).text
     assert 'kvcm_calls_total{api="StartWriteCache",code="OK"} 1.0' in text
-    assert 'kvcm_call_seconds_count{api="StartWriteCache"} 1.0' in text
+    assert 'kvcm_call_seconds_count{api="StartWriteCache",keys="1-16",outcome="ok"} 1.0' in text
     assert 'kvcm_group_bytes{group="default",state="serving"} 7.0' in text
     assert 'kvcm_group_high_bytes{group="default"} 8.0' in text
     assert 'kvcm_group_effective_bytes{group="default"}' not in text
