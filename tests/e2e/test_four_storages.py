@@ -146,7 +146,7 @@ def a_fleet(folder: Path) -> Iterator[Fleet]:
     ("groups", "requests", "seconds"),
     [
         (["memory"], 150, 10),
-        pytest.param(list(GROUPS), 1500, 90, marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
+        pytest.param(list(GROUPS), 1500, 90, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
     ],
 )
 def test_an_unmounted_a_full_and_a_forgetful_storage_cost_only_what_was_lost(
