@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from kvcm.cache import events
 from kvcm.cache.api import (
     LookupAnswer,
     LookupRequest,
@@ -96,6 +97,12 @@ class Lookup:
         if masked and not (walk.views and rest is batch):
             keys = batch.array()[: len(masked)] if rest is batch else masked
             await self._touch_masked(index, keys)
+        if index.shared.watchers:
+            wanted = len(rest) if rest is not batch else asked - len(masked)
+            events.looked_up(
+                *(index, request, batch, rest, start, wanted, walk.hits),
+                unreadable=walk.unreadable,
+            )
         return LookupAnswer(answers.closed(walk.pieces, selector.json), walk.hits, asked)
 
     def _touch_chain(self, index: InstanceIndex, views: Sequence[View]) -> None:
@@ -169,6 +176,8 @@ class Lookup:
                 f"the answer of {size} bytes exceeds the reply limit of "
                 f"{self._context.settings.reply_bytes_max} bytes; ask for fewer block_keys"
             )
+        if index.shared.watchers:
+            events.looked_up(index, request, batch, batch, 0, count, hits)
         return LookupAnswer(answers.closed(pieces, selector.json), hits, count)
 
     def _shows(self, index: InstanceIndex, selector: Selector) -> Usable:

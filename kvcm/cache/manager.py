@@ -31,6 +31,7 @@ from kvcm.core import quota
 from kvcm.core.clock import Clock
 from kvcm.core.errors import KvcmError
 from kvcm.core.types import Instance, InstanceGroup
+from kvcm.metaindex.events import Watchers
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.shared import Shared
 from kvcm.metaindex.store import KVStore
@@ -83,7 +84,10 @@ class CacheManager:
         backends: Backends,
         clock: Clock,
         settings: CacheSettings,
+        watchers: Watchers | None = None,
     ) -> None:
+        self.watchers = Watchers() if watchers is None else watchers
+        """Told what happens to blocks; may change at any time."""
         self._registry = registry
         self._store = store
         self._backends = backends
@@ -107,6 +111,7 @@ class CacheManager:
             cluster_uid=view.cluster_uid,
             secret=view.secret,
             cache_bytes=self._settings.read_cache_bytes,
+            watchers=self.watchers,
         )
         self.index = MetaIndex(self.shared)
         context = Context(

@@ -42,8 +42,8 @@ class Plan:
 
     ``refusal``: a limit lets nothing through. ``wants``: room that eviction could make for what was
     cut or refused; ``fits`` tells whether it is there. ``crosses``: the grant takes usage over a
-    mark. ``verdict``: what admission found of the ``missing`` blocks, if it was asked. ``turn``:
-    picks among storages that are equally good.
+    mark. ``verdict``: what admission found of the blocks at ``missing``, if it was asked.
+    ``turn``: picks among storages that are equally good.
     """
 
     keys: array[int]
@@ -57,7 +57,7 @@ class Plan:
     fits: Callable[[], bool] = lambda: True
     crosses: bool = False
     verdict: Verdict | None = None
-    missing: int = 0
+    missing: Sequence[int] = ()
     turn: float = 0.0
     together: bool = False
     """The client can read one storage an answer: a chain stays where it began."""
@@ -224,7 +224,7 @@ def _first_plan(scan: Scan, keys: array[int], needed: list[int], turn: float) ->
     if len(set(map(keys.__getitem__, missing))) < len(missing):
         # A key twice in one request is granted once.
         missing = sorted({keys[i]: i for i in reversed(missing)}.values())
-    return Plan(keys, needed, scan, missing, "", "", missing=len(missing), turn=turn)
+    return Plan(keys, needed, scan, missing, "", "", missing=missing, turn=turn)
 
 
 _LIMIT_TEXT = {

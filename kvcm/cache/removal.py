@@ -15,6 +15,7 @@ from kvcm.core.types import TrimStrategy
 from kvcm.metaindex import bits
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import Decide, InstanceIndex
 from kvcm.metaindex.records import Cause, Extent, Phase, State
 from kvcm.metaindex.stores.common import Turn
@@ -58,6 +59,7 @@ class Removal:
             index,
             list(named),
             lambda extent, state: take_out(index, extent, state, named[extent.extent_id]),
+            Reason.REMOVED,
         )
 
     async def _find(self, index: InstanceIndex, keys: list[int], named: dict[bytes, int]) -> None:
@@ -115,7 +117,7 @@ class Removal:
         def chosen(entry: Entry) -> bool:
             return entry.phase is Phase.SETTLED and begin_ms <= entry.finished_ms < end_ms
 
-        await _retire(index, await _choose(index, chosen))
+        await _retire(index, await _choose(index, chosen), Reason.TRIMMED)
 
     async def _forget_all(self, index: InstanceIndex) -> None:
         """TS_REMOVE_ALL_META: records go, the files are left to the repair sweep."""
@@ -124,7 +126,7 @@ class Removal:
         try:
             index.raise_trim(await self._raise_trim(index.uid))
             dead = await _choose(index, lambda entry: entry.trim < index.trim)
-            await _retire(index, dead, keep_bytes=True)
+            await _retire(index, dead, Reason.TRIMMED, keep_bytes=True)
         finally:
             index.trim_held -= 1
 
@@ -135,7 +137,8 @@ class Removal:
             NotReady: the index store failed; call again.
         """
         for index in list(self._context.index.by_uid.values()):
-            await _retire(index, await _choose(index, lambda entry: entry.storage == storage))
+            lost = await _choose(index, lambda entry: entry.storage == storage)
+            await _retire(index, lost, Reason.STORAGE)
 
 
 def _require_loaded(index: InstanceIndex) -> None:
@@ -157,23 +160,34 @@ async def _choose(index: InstanceIndex, chosen: Callable[[Entry], bool]) -> list
 
 
 async def _retire(
-    index: InstanceIndex, extent_ids: Sequence[bytes], *, keep_bytes: bool = False
+    index: InstanceIndex, extent_ids: Sequence[bytes], reason: Reason, *, keep_bytes: bool = False
 ) -> None:
     """Take all blocks of extents out, whatever they are doing."""
     await _change(
         index,
         extent_ids,
         lambda extent, state: take_out(index, extent, state, bits.ones(extent.count)),
+        reason,
         keep_bytes=keep_bytes,
     )
 
 
 async def _change(
-    index: InstanceIndex, extent_ids: Sequence[bytes], decide: Decide, *, keep_bytes: bool = False
+    index: InstanceIndex,
+    extent_ids: Sequence[bytes],
+    decide: Decide,
+    reason: Reason,
+    *,
+    keep_bytes: bool = False,
 ) -> None:
     """Raises the first error, once all that could be changed are."""
     answers = await change_many(
-        index, extent_ids, decide, keep_bytes=keep_bytes, at_once=_EXTENTS_AT_ONCE
+        index,
+        extent_ids,
+        decide,
+        keep_bytes=keep_bytes,
+        at_once=_EXTENTS_AT_ONCE,
+        reason=reason,
     )
     for answer in answers.values():
         if isinstance(answer, Exception):

@@ -25,6 +25,7 @@ from kvcm.core.allowance import Allowance
 from kvcm.core.errors import InvalidArgument, KvcmError
 from kvcm.core.types import ReportKind, ReportOutcome
 from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.records import Extent, State
 from kvcm.metaindex.stores.common import Turn
@@ -278,7 +279,9 @@ async def _retire(
         taken[eid] = taken.get(eid, 0) | (state.serving & named[eid])
         return take_out(index, extent, state, named[eid])
 
-    answers = await change_many(index, list(named), decide, at_once=_EXTENTS_AT_ONCE)
+    answers = await change_many(
+        index, list(named), decide, at_once=_EXTENTS_AT_ONCE, reason=Reason.REPORTED
+    )
     error: Exception | None = None
     for block in blocks:
         answer = answers[block.extent_id]

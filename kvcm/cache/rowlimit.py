@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvcm.cache.removal import take_out
 from kvcm.core.limits import ROW_REFS_MAX
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.reading import RowRefs
 
@@ -30,5 +31,6 @@ async def with_room(index: InstanceIndex, refs: Mapping[int, RowRefs]) -> dict[i
         await index.change(
             extent_id,
             lambda extent, state: take_out(index, extent, state, surplus[extent.extent_id]),
+            reason=Reason.CROWDED,
         )
     return kept

@@ -37,6 +37,7 @@ class PrefixWalk:
     __slots__ = (
         "_ahead",
         "_available",
+        "_ended_at",
         "_found",
         "_full",
         "_generation",
@@ -83,6 +84,7 @@ class PrefixWalk:
         self._heads: dict[bytes, Ref] = {}
         self._probed_to = 0
         self._full = False
+        self._ended_at: Sequence[Ref] = ()
 
     def run(self) -> bool:
         """Walk on; True when the lookup is complete, False when ``fill`` must read first."""
@@ -101,11 +103,21 @@ class PrefixWalk:
                 refs = self._head(key) if is_guess else self._resolve(key)
             found = self._take(refs)
             if found is None:
+                self._ended_at = refs
                 return self._full or not is_guess
             if previous is not None and previous is not found:
                 previous.following = found
             previous = found
         return True
+
+    @property
+    def unreadable(self) -> bool:
+        """It ended at a block that is on storages that cannot be read, and nowhere else."""
+        if self._full:
+            return False
+        available = self.index.shared.storages.available
+        held = [v.extent.storage for v, at in self._ended_at if not v.gone and v.serving >> at & 1]
+        return bool(held) and not any(map(available, held))
 
     def _follow(self, previous: View) -> View:
         """Walk on from hint to hint as far as the request goes on with whole extents; returns the

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
+from kvcm.cache import events
 from kvcm.cache.admission import Verdict
 from kvcm.cache.api import (
     FinishWriteRequest,
@@ -32,6 +34,7 @@ from kvcm.core.limits import HOME_SHARDS
 from kvcm.core.mask import BlockMask
 from kvcm.metaindex import answers, bits
 from kvcm.metaindex.book import Entry
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.layout import spec_slots
 from kvcm.metaindex.records import Cause, Extent, Phase, State
@@ -157,15 +160,17 @@ class Writes:
                 if not last:
                     return plan
             if plan.verdict is not None:
-                self._context.admission.count(index.group, plan.verdict, plan.missing)
+                self._context.admission.count(index.group, plan.verdict, len(plan.missing))
             if plan.reason:
                 self._count(index, plan)
+                if index.shared.watchers:
+                    events.refused(index, plan)
             if plan.refusal is not None:
                 raise plan.refusal
             if not plan.granted:
-                return self._nothing(index, plan)
+                return self._nothing(index, plan, request)
             timeout_s = self._timeout(request.write_timeout_seconds)
-            return await self._grant(index, plan, timeout_s, request.form)
+            return await self._grant(index, plan, timeout_s, request)
 
     async def _wait_for_room(self, index: InstanceIndex, plan: Plan, wait_s: float) -> None:
         """Until what was cut fits, or eviction has done what it could, but a moment at most."""
@@ -201,7 +206,7 @@ class Writes:
     async def _free(self, index: InstanceIndex, extent_id: bytes) -> None:
         """Abort a grant nobody will use; if the store stays away, its time-out does it."""
         try:
-            await index.change(extent_id, lambda _extent, state: self._aborted(index, state))
+            await self._abort(index, extent_id)
         except NotReady as error:
             _log.warning("extent %s is left to its time-out: %s", extent_id.hex(), error)
 
@@ -215,32 +220,40 @@ class Writes:
         timeout_s = wanted if wanted > 0 else settings.write_timeout_s_default
         return min(timeout_s, settings.write_timeout_s_max)
 
-    def _nothing(self, index: InstanceIndex, plan: Plan) -> StartWriteAnswer:
+    def _nothing(
+        self, index: InstanceIndex, plan: Plan, request: StartWriteRequest
+    ) -> StartWriteAnswer:
         clock = self._context.clock
         expires = self._context.now_ms() + self._context.settings.empty_session_timeout_s * 1000
         session = index.sessions.of_nothing(expires, clock.random_bytes(5))
         index.book.touch_chain(plan.entries, self._context.now_ms(), write=True)
         mask = BlockMask(offset=len(plan.keys))
+        if index.shared.watchers:
+            events.started(index, request, plan, session, mask, None, None)
         return StartWriteAnswer(session, mask, b"", 0, plan.reason)
 
     async def _grant(
-        self, index: InstanceIndex, plan: Plan, timeout_s: int, form: WireForm
+        self, index: InstanceIndex, plan: Plan, timeout_s: int, request: StartWriteRequest
     ) -> StartWriteAnswer:
         extent = self._extent(index, plan, timeout_s)
         state = State(index.new_version(), Phase.OPEN, extent.started_ms)
         entries = plan.entries
         index.book.touch_chain(entries, extent.started_ms, write=True)
         index.book.hold(entries)
+        session_id, mask = index.sessions.of_extent(extent.extent_id), plan.mask
+        begun: Callable[[], None] | None = None
+        if index.shared.watchers:
+            begun = partial(events.started, index, request, plan, session_id, mask, extent, state)
         beside = plan.scan.others
         found = {p: beside[i] for p, i in enumerate(plan.granted) if i in beside} if beside else {}
         try:
             others = await with_room(index, found) if found else found
-            entry = await index.grant(extent, state, others, _parents(index, extent))
+            entry = await index.grant(extent, state, others, _parents(index, extent), begun)
             if plan.crosses:
                 index.shared.pressure.wake()
             if entry.phase is Phase.OPEN:
                 index.book.pin(entry, entries)
-            body = await self._body(index, extent, form)
+            body = await self._body(index, extent, request.form)
             self._touch_files(index, extent)
         except BaseException:
             # A failed commit may have taken effect all the same.
@@ -248,13 +261,7 @@ class Writes:
             raise
         finally:
             index.book.release(entries)
-        return StartWriteAnswer(
-            index.sessions.of_extent(extent.extent_id),
-            plan.mask,
-            body,
-            len(plan.granted),
-            plan.reason,
-        )
+        return StartWriteAnswer(session_id, mask, body, len(plan.granted), plan.reason)
 
     def _extent(self, index: InstanceIndex, plan: Plan, timeout_s: int) -> Extent:
         shared = index.shared
@@ -307,14 +314,19 @@ class Writes:
             return None
         return state.next(index.new_version(), phase=Phase.ABORTED, cause=Cause.EXPIRED)
 
+    async def _abort(self, index: InstanceIndex, extent_id: bytes) -> None:
+        await index.change(
+            extent_id,
+            lambda _extent, state: self._aborted(index, state),
+            reason=Reason.ABANDONED,
+        )
+
     async def abandon(self, instance_id: str, session_id: str) -> None:
         """Free a session whose client is gone; a session that is over stays as it is."""
         index = self._context.instance(instance_id)
         session = index.sessions.read(session_id)
         if session.extent_id is not None:
-            await index.change(
-                session.extent_id, lambda _extent, state: self._aborted(index, state)
-            )
+            await self._abort(index, session.extent_id)
 
     async def settled(self) -> None:
         """Wait for the clean-ups of cancelled and failed starts."""
@@ -344,7 +356,9 @@ class Writes:
             return
         success = request.success
         found = await index.change(
-            session.extent_id, lambda extent, state: self._finished(index, extent, state, success)
+            session.extent_id,
+            lambda extent, state: self._finished(index, extent, state, success),
+            reason=Reason.FINISHED,
         )
         if found is None or (
             found.state.phase is Phase.ABORTED and found.state.cause is Cause.EXPIRED

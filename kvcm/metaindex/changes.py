@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvcm.core.errors import InternalError, KvcmError, NotReady, OutcomeUnknown, StaleFence
 from kvcm.core.keys import array_of
 from kvcm.metaindex import records
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.ids import home_shard
 from kvcm.metaindex.instance import Change, Decide, Found, InstanceIndex, Step
 from kvcm.metaindex.ledger import Delta, to_counters
@@ -32,6 +33,7 @@ async def change_many(
     *,
     keep_bytes: bool = False,
     at_once: int = EXTENTS_AT_ONCE,
+    reason: Reason = Reason.OTHER,
 ) -> dict[bytes, Change | Exception | None]:
     """``InstanceIndex.change`` of many extents, ``at_once`` of them in one round trip.
 
@@ -42,7 +44,7 @@ async def change_many(
     ids = list(dict.fromkeys(extent_ids))
     answers: dict[bytes, Change | Exception | None] = {}
     for at in range(0, len(ids), at_once):
-        await _change_some(index, ids[at : at + at_once], decide, keep_bytes, answers)
+        await _change_some(index, ids[at : at + at_once], decide, keep_bytes, reason, answers)
     return answers
 
 
@@ -51,6 +53,7 @@ async def _change_some(
     ids: Sequence[bytes],
     decide: Decide,
     keep_bytes: bool,
+    reason: Reason,
     answers: dict[bytes, Change | Exception | None],
 ) -> None:
     steps: list[Step] = []
@@ -62,7 +65,7 @@ async def _change_some(
         extent, state = found
         wanted = decide(extent, state)
         if wanted is None:
-            answers[extent_id] = index.unchanged(extent, state)
+            answers[extent_id] = index.unchanged(extent, state, reason)
         else:
             steps.append(index.step(extent, state, wanted, keep_bytes))
         if turn.is_over():
@@ -71,11 +74,11 @@ async def _change_some(
     away: dict[int, KvcmError] = {}
     for step, outcome in zip(steps, outcomes, strict=True):
         extent_id = step.extent.extent_id
-        done = index.committed(step, outcome) if isinstance(outcome, Outcome) else None
+        done = index.committed(step, outcome, reason) if isinstance(outcome, Outcome) else None
         if done is not None:
             answers[extent_id] = done
         elif isinstance(outcome, Outcome | OutcomeUnknown | StaleFence):
-            answers[extent_id] = await _alone(index, extent_id, decide, keep_bytes, away)
+            answers[extent_id] = await _alone(index, extent_id, decide, keep_bytes, reason, away)
         else:
             answers[extent_id] = outcome
         if turn.is_over():
@@ -116,6 +119,7 @@ async def _alone(
     extent_id: bytes,
     decide: Decide,
     keep_bytes: bool,
+    reason: Reason,
     away: dict[int, KvcmError],
 ) -> Change | Exception | None:
     """The change by itself, unless one in the same shard just failed."""
@@ -123,7 +127,7 @@ async def _alone(
     if home in away:
         return away[home]
     try:
-        return await index.change(extent_id, decide, keep_bytes=keep_bytes)
+        return await index.change(extent_id, decide, keep_bytes=keep_bytes, reason=reason)
     except KvcmError as error:
         if isinstance(error, NotReady | StaleFence):
             away[home] = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcm.core.types import Instance
+from kvcm.metaindex.events import Cleared, Reason
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.shared import Shared
 
@@ -29,10 +30,15 @@ class MetaIndex:
             by_id[instance.instance_id] = index
         for instance in closing:
             known.add(instance.uid)
-            self._index(instance).closed = True
+            self._close(self._index(instance))
         self.by_id = by_id
         for uid in self.by_uid.keys() - known:
             self._drop(self.by_uid.pop(uid))
+
+    def _close(self, index: InstanceIndex) -> None:
+        if not index.closed and self.shared.watchers:
+            self.shared.watchers.tell(Cleared(index.instance, Reason.INSTANCE))
+        index.closed = True
 
     def _index(self, instance: Instance) -> InstanceIndex:
         index = self.by_uid.get(instance.uid)

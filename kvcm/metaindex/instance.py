@@ -21,6 +21,7 @@ from kvcm.core.types import Instance
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import owner_of
 from kvcm.metaindex.book import Entry
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, home_shard
 from kvcm.metaindex.layout import (
     Layout,
@@ -69,6 +70,7 @@ class Step:
     """A change ready to be committed to the extent's home shard."""
 
     extent: Extent
+    before: State
     state: State
     mutation: Mutation
     trash: Trash | None
@@ -117,12 +119,18 @@ class InstanceIndex(InstanceLoader):
         return found
 
     async def change(
-        self, extent_id: bytes, decide: Decide, *, keep_bytes: bool = False
+        self,
+        extent_id: bytes,
+        decide: Decide,
+        *,
+        keep_bytes: bool = False,
+        reason: Reason = Reason.OTHER,
     ) -> Change | None:
         """Move an extent to the state that ``decide`` names, as one compare-and-set.
 
         ``decide`` gets the current record and gives the wanted state, or None for "leave it"; it
-        may be called again after a conflict. ``keep_bytes`` puts nothing into the trash.
+        may be called again after a conflict. ``keep_bytes`` puts nothing into the trash; ``reason``
+        is for whoever watches.
 
         Returns:
             What was found and done; None when there is no such extent.
@@ -139,9 +147,9 @@ class InstanceIndex(InstanceLoader):
             extent, state = found
             wanted = decide(extent, state)
             if wanted is None:
-                return self.unchanged(extent, state)
+                return self.unchanged(extent, state, reason)
             try:
-                done = await self._swap(self.step(extent, state, wanted, keep_bytes))
+                done = await self._swap(self.step(extent, state, wanted, keep_bytes), reason)
             except (OutcomeUnknown, StaleFence) as error:
                 # Claimed again at the next touch, which re-reads the record: a change that did
                 # apply shows as its own version there.
@@ -170,7 +178,7 @@ class InstanceIndex(InstanceLoader):
             compare=[Compare(Table.STATES, extent.extent_id, old.version)],
             counters=to_counters(extent.storage, delta),
         )
-        return Step(extent, new, mutation, trash)
+        return Step(extent, old, new, mutation, trash)
 
     def _freed(self, extent: Extent, old: State, new: State) -> tuple[int, int, int]:
         """What a change leaves dead (bytes), and the objects it frees: as a set, and bytes."""
@@ -188,16 +196,16 @@ class InstanceIndex(InstanceLoader):
         gone = waste.gone & ~layout.waste(old_live).gone if old_live else 0
         return waste.dead, gone, layout.size_of(gone)
 
-    async def _swap(self, step: Step) -> Change | None:
+    async def _swap(self, step: Step, reason: Reason) -> Change | None:
         extent_id = step.extent.extent_id
         self.hide(extent_id)
         try:
             (outcomes,) = await self.shards.commit([(home_shard(extent_id), [step.mutation])])
         finally:
             self.hide(extent_id)
-        return self.committed(step, outcomes[0])
+        return self.committed(step, outcomes[0], reason)
 
-    def committed(self, step: Step, outcome: Outcome) -> Change | None:
+    def committed(self, step: Step, outcome: Outcome, reason: Reason) -> Change | None:
         """Follow a commit; None when it met another state than it was made for."""
         entry = self.book.entries.get(step.extent.extent_id)
         if outcome is not Outcome.APPLIED:
@@ -205,18 +213,18 @@ class InstanceIndex(InstanceLoader):
                 entry.opened = entry.state = None
             return None
         if entry is not None:
-            self._follow(entry, step.extent, step.state)
+            self._follow(entry, step.extent, step.state, step.before, reason)
         if step.trash is not None:
             self.trash[step.trash.key] = step.trash
             self._trash_found(step.trash)
         return Change(step.extent, step.state, applied=True, trash=step.trash)
 
-    def unchanged(self, extent: Extent, state: State) -> Change:
+    def unchanged(self, extent: Extent, state: State, reason: Reason) -> Change:
         """Nothing is wanted. The record may be further than its entry: a change whose outcome
         nobody saw."""
         entry = self.book.entries.get(extent.extent_id)
         if entry is not None and entry.phase < state.phase:
-            self._follow(entry, extent, state)
+            self._follow(entry, extent, state, reason=reason)
         return Change(extent, state, applied=False)
 
     def hide(self, extent_id: bytes) -> None:
@@ -230,12 +238,14 @@ class InstanceIndex(InstanceLoader):
         state: State,
         old_refs: Mapping[int, RowRefs],
         parents: Sequence[Entry],
+        begun: Callable[[], None] | None = None,
     ) -> Entry:
         """Commit a new open extent, then its rows.
 
         Args:
             old_refs: for positions whose row keeps other locations, those references.
             parents: entries that the extent's runs build on.
+            begun: called once the extent is there; its end is told after that.
 
         Raises:
             Unavailable, OutcomeUnknown, StaleFence: the store. The caller aborts the extent; rows
@@ -271,6 +281,8 @@ class InstanceIndex(InstanceLoader):
         self.book.follow(entry, extent.followers)
         self.book.order.granted(delta.counted)
         self.book.expect(entry, deadline)
+        if begun is not None:
+            begun()
         self._unlink(extent)
         try:
             await self.shards.commit(await self._row_commits(extent, old_refs))

@@ -123,8 +123,9 @@ class InstanceLoader(InstanceReader):
         known = self.book.entries.get(extent.extent_id)
         if known is not None and known.phase <= state.phase:
             # The same object goes on: sessions pin it and others build on it.
-            known.opened = known.state = None
-            self._follow(known, extent, state)
+            opened, known.opened = known.opened, None
+            self._follow(known, opened or extent, state, known.state, keyless=opened is None)
+            known.state = None
             return True
         entry = Entry(self.uid, extent, state, held_by(extent, state))
         entry.stamp_ms, entry.heat = max(use.stamp_ms, state.stamp_ms), use.heat

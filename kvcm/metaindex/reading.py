@@ -20,6 +20,7 @@ from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import Selector, owner_of
 from kvcm.metaindex.book import Book, Entry
 from kvcm.metaindex.entry import one_of
+from kvcm.metaindex.events import Changed, Cleared, Reason
 from kvcm.metaindex.ids import EXTENT_ID_BYTES, SessionIds, home_shard
 from kvcm.metaindex.layout import held_by
 from kvcm.metaindex.ledger import Delta
@@ -96,6 +97,8 @@ class InstanceReader(abc.ABC):
 
     def raise_trim(self, trim: int) -> None:
         """Everything granted under a lower trim number is dead from now on."""
+        if trim > self.trim and self.shared.watchers:
+            self.shared.watchers.tell(Cleared(self.instance, Reason.TRIMMED))
         self.trim = trim
         self.row_generation += 1
         for number in range(HOME_SHARDS):
@@ -127,12 +130,26 @@ class InstanceReader(abc.ABC):
     async def _load_shard(self, number: int) -> None:
         """Read the extents of a home shard anew."""
 
-    def _follow(self, entry: Entry, extent: Extent, state: State) -> None:
-        """Take an entry to what its record says."""
+    def _follow(
+        self,
+        entry: Entry,
+        extent: Extent,
+        state: State,
+        before: State | None = None,
+        reason: Reason = Reason.OTHER,
+        *,
+        keyless: bool = False,
+    ) -> None:
+        """Take an entry to what its record says; the arguments as in `Changed`."""
         was = entry.phase
         if state.phase < was:
             # The answer to a commit came after that of a later one.
             return
+        if self.shared.watchers:
+            changed = Changed(self.instance, entry, extent, before, state, reason, keyless)
+            event = changed.event(self.sessions.of_extent, self.book.order.policy.kind)
+            if event is not None:
+                self.shared.watchers.tell(event)
         entry.phase = state.phase
         entry.finished_ms = state.finished_ms
         if state.phase in (Phase.RETIRED, Phase.ABORTED):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcm.core.clock import Clock
 from kvcm.core.types import StorageType
+from kvcm.metaindex.events import Watchers
 from kvcm.metaindex.ids import make_extent_id
 from kvcm.metaindex.ledger import Ledger
 from kvcm.metaindex.order import EvictionOrder
@@ -34,6 +35,7 @@ class Shared:
         cluster_uid: str,
         secret: bytes,
         cache_bytes: int,
+        watchers: Watchers | None = None,
     ) -> None:
         self.store = store
         self.storages = storages
@@ -47,6 +49,7 @@ class Shared:
         self.pressure = Pressure()
         self.refusals = Refusals()
         self.quarantine = Quarantine()
+        self.watchers = Watchers() if watchers is None else watchers
         self.storage_types: dict[str, StorageType] = {}
         self.on_trash: Callable[[InstanceIndex, Trash], None] = lambda _index, _trash: None
         self._orders: dict[str, EvictionOrder] = {}

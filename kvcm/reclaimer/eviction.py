@@ -11,6 +11,7 @@ from kvcm.core.errors import KvcmError
 from kvcm.core.types import InstanceGroup, StorageConfig
 from kvcm.metaindex.changes import change_many
 from kvcm.metaindex.entry import Entry
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.pressure import Scope
 from kvcm.reclaimer.base import Away, Report, Surroundings, retire_with
@@ -174,7 +175,8 @@ class EvictionLoop:
             return []
         held = {entry.extent_id: (entry, entry.held) for entry in entries}
         freed: list[Delta] = []
-        for extent_id, change in (await change_many(index, held, retire_with(index))).items():
+        changes = await change_many(index, held, retire_with(index), reason=Reason.EVICTED)
+        for extent_id, change in changes.items():
             entry, delta = held[extent_id]
             if isinstance(change, KvcmError):
                 skipped.failed(entry, change)

@@ -6,6 +6,7 @@ import logging
 
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import Decide, InstanceIndex
 from kvcm.metaindex.records import Cause, Extent, Phase, State
 from kvcm.reclaimer.base import BACKOFF_S_FIRST, PER_ROUND, Report, Surroundings
@@ -37,7 +38,8 @@ class ExpiryLoop:
         again = {entry: entry.deadline for entry in overdue}
         try:
             ids = [entry.extent_id for entry in overdue]
-            answers = await change_many(index, ids, _expire_with(index))
+            decide = _expire_with(index)
+            answers = await change_many(index, ids, decide, reason=Reason.EXPIRED)
             for entry in overdue:
                 error = answers[entry.extent_id]
                 if isinstance(error, Exception):

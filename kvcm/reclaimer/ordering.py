@@ -6,6 +6,7 @@ from kvcm.core.errors import KvcmError
 from kvcm.core.quota import group_capacity
 from kvcm.metaindex.changes import change_many
 from kvcm.metaindex.entry import Entry
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.order import EvictionOrder
 from kvcm.metaindex.policy import policy_of
 from kvcm.reclaimer.base import PER_ROUND, Away, Report, Surroundings, retire_with
@@ -67,7 +68,7 @@ class OrderLoop:
             entry.leaving = True
         try:
             ids = [entry.extent_id for entry in entries]
-            answers = await change_many(index, ids, retire_with(index))
+            answers = await change_many(index, ids, retire_with(index), reason=Reason.AGED)
         finally:
             for entry in entries:
                 entry.leaving = False

@@ -11,6 +11,7 @@ from kvcm.core.errors import KvcmError
 from kvcm.core.keys import array_of
 from kvcm.core.limits import ROW_REFS_MAX
 from kvcm.metaindex import bits, records
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import Decide, InstanceIndex
 from kvcm.metaindex.layout import Layout, spec_positions
 from kvcm.metaindex.reading import RowRefs
@@ -248,7 +249,7 @@ class ExtentCheck:
             blocks = 0
             for i in bits.positions(gone):
                 blocks |= layout.members[i]
-            change = await index.change(extent_id, _without(index, blocks))
+            change = await index.change(extent_id, _without(index, blocks), reason=Reason.REPAIRED)
             if change is not None and change.applied:
                 scope.report.fixed(Kind.MISSING_FILE, gone.bit_count())
 
@@ -285,7 +286,7 @@ class ExtentCheck:
             done = await commit_rows(index, groups)
             if full:
                 # No row can name them: they are as good as gone.
-                await index.change(extent.extent_id, _without(index, full))
+                await index.change(extent.extent_id, _without(index, full), reason=Reason.REPAIRED)
             self._scope.report.fixed(Kind.MISSING_ROW, done + full.bit_count())
 
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from kvcm.metaindex.book import Entry
 from kvcm.metaindex.changes import change_many
+from kvcm.metaindex.events import Reason
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.ledger import Delta
 from kvcm.metaindex.records import Phase
@@ -113,7 +114,12 @@ class TrimLoop:
     async def _free(self, index: InstanceIndex, work: _Work, now: float, report: Report) -> None:
         left = dict(work.take(PER_ROUND))
         try:
-            answers = await change_many(index, [e.extent_id for e in left], retire_with(index))
+            answers = await change_many(
+                index,
+                [e.extent_id for e in left],
+                retire_with(index),
+                reason=Reason.INSTANCE if work.closed else Reason.TRIMMED,
+            )
             failure: Exception | None = None
             for entry in list(left):
                 answer = answers[entry.extent_id]
