@@ -27,9 +27,10 @@ import select
 import stat
 import struct
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from kvcm.core.clock import SystemClock
 
 _LOOKUP, _FORGET, _GETATTR, _SETATTR, _MKDIR, _UNLINK, _RMDIR = 1, 2, 3, 4, 9, 10, 11
 _OPEN, _READ, _WRITE, _STATFS, _RELEASE, _FSYNC, _INIT = 14, 15, 16, 17, 18, 20, 26
@@ -51,6 +52,7 @@ _BLOCK = 4096
 _SIZE_GIVEN = 1 << 3
 _MODE_GIVEN = 1 << 0
 _ROOT = 1
+_CLOCK = SystemClock()
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class FaultyFileSystem:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._nodes = {_ROOT: _Node(stat.S_IFDIR | 0o777, time.time())}
+        self._nodes = {_ROOT: _Node(stat.S_IFDIR | 0o777, _CLOCK.now())}
         self._last = _ROOT
         self._error = 0
         self._fails_writes_only = False
@@ -187,14 +189,14 @@ class FaultyFileSystem:
             node.data.extend(bytes(size - len(node.data)))
         if valid & _MODE_GIVEN:
             node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
-        node.changed = time.time()
+        node.changed = _CLOCK.now()
         return self._attributes(number)
 
     def _add(self, parent: int, name: str, mode: int) -> int:
         if name in self._nodes[parent].children:
             raise FileExistsError(errno.EEXIST, name)
         self._last += 1
-        self._nodes[self._last] = _Node(mode, time.time())
+        self._nodes[self._last] = _Node(mode, _CLOCK.now())
         self._nodes[parent].children[name] = self._last
         return self._last
 
@@ -226,7 +228,7 @@ class FaultyFileSystem:
         node = self._nodes[number]
         node.data.extend(bytes(max(0, offset - len(node.data))))
         node.data[offset : offset + size] = body[40 : 40 + size]
-        node.changed = time.time()
+        node.changed = _CLOCK.now()
         return struct.pack("=II", size, 0)
 
     def _statfs(self, _: int, __: memoryview) -> bytes:

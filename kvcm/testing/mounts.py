@@ -67,7 +67,8 @@ class FaultyMount:
 
     def _tell(self, command: str) -> None:
         assert self._process.stdin is not None
-        print(command, file=self._process.stdin, flush=True)
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
         self._answered()
 
     def _answered(self) -> None:
