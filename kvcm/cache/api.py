@@ -213,15 +213,32 @@ class AdmissionUsage:
     uncounted: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReadCacheUsage:
+    """Records and encoded answers in memory. ``used`` counts extents that prefix lookups went
+    over since the start, ``read`` those that were read from the index store for any call."""
+
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    extents: int = 0
+    used: int = 0
+    read: int = 0
+
+
 @dataclass(slots=True)
 class UsageReport:
     """Usage by instance id, group, storage name and (group, storage type name).
 
     ``refused`` and ``cut``: writes of which a limit let nothing, or only a part, through, by
-    (group, reason).
+    (group, reason). ``overdue``: write sessions past their deadline that have not been ended yet.
+    ``epoch``: the leader's.
     """
 
     instances: dict[str, Usage] = field(default_factory=dict)
+    uids: dict[str, str] = field(default_factory=dict)
+    """Of those in ``instances``."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Their groups."""
     groups: dict[str, Usage] = field(default_factory=dict)
     storages: dict[str, Usage] = field(default_factory=dict)
     group_types: dict[tuple[str, str], Usage] = field(default_factory=dict)
@@ -231,7 +248,10 @@ class UsageReport:
     """By group, of those that asked for it."""
     error_reports: dict[tuple[str, str], int] = field(default_factory=dict)
     """Blocks that readers reported since the start, by (kind, outcome)."""
+    read_cache: ReadCacheUsage = ReadCacheUsage()
+    epoch: int = 0
     sessions: int = 0
+    overdue: int = 0
     extents: int = 0
     quarantined: int = 0
     """Times a record that does not parse was met; the log names each."""

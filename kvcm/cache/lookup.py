@@ -93,6 +93,7 @@ class Lookup:
         )
         while not walk.run():
             await walk.fill()
+        index.shared.cache.used += len(walk.views)
         self._touch_chain(index, walk.views)
         if masked and not (walk.views and rest is batch):
             keys = batch.array()[: len(masked)] if rest is batch else masked

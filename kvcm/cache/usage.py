@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcm.cache.api import Usage, UsageLimit, UsageReport
+from kvcm.cache.api import ReadCacheUsage, Usage, UsageLimit, UsageReport
 from kvcm.core import quota
 from kvcm.core.quota import UNLIMITED, Marks
 from kvcm.core.types import STORAGE_TYPE_NAMES, InstanceGroup
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.ledger import ZERO, Delta
+from kvcm.metaindex.readcache import ReadCache
 from kvcm.registry.view import RegistryView
 
 
@@ -17,7 +18,9 @@ def usage_report(index: MetaIndex, view: RegistryView) -> UsageReport:
     """The state of this moment. It costs a walk over instances, groups and storages."""
     shared = index.shared
     ledger, refusals = shared.ledger, shared.refusals
-    report = UsageReport(quarantined=shared.quarantine.count)
+    report = UsageReport(quarantined=shared.quarantine.count, epoch=shared.epoch)
+    report.read_cache = _read_cache(shared.cache)
+    now = shared.clock.monotonic()
     report.refused, report.cut = dict(refusals.refused), dict(refusals.cut)
     of_instances = _reasons(((uid,), r, n) for (uid, r), n in refusals.instances.items())
     of_storages = _reasons(((name,), r, n) for (name, r), n in refusals.storages.items())
@@ -33,8 +36,10 @@ def usage_report(index: MetaIndex, view: RegistryView) -> UsageReport:
             group = view.groups.get(instance.group)
             limit = _limit(quota.key_marks(group), "blocks") if group is not None else None
             report.instances[name] = _usage(held, limit, of_instances.get((uid,)))
+            report.uids[name], report.owners[name] = uid, instance.group
         report.extents += len(instance.book.entries) - len(instance.book.over)
         report.sessions += instance.book.open_count
+        report.overdue += instance.book.overdue_count(now)
     for group in view.groups.values():
         limit = _limit(quota.group_marks(group), "bytes", effective(index, view, group))
         report.groups[group.name] = _usage(
@@ -75,6 +80,12 @@ def effective(index: MetaIndex, view: RegistryView, group: InstanceGroup) -> int
         held = ledger.storage(name)
         free += max(0, capacity - held.counted - held.trash_bytes)
     return min(quota.group_capacity(group), ledger.group(group.name).counted + free)
+
+
+def _read_cache(cache: ReadCache) -> ReadCacheUsage:
+    return ReadCacheUsage(
+        cache.used_bytes, cache.limit_bytes, len(cache.views), cache.used, cache.read
+    )
 
 
 def _reasons(

@@ -159,6 +159,17 @@ class Book:
                 out.append(entry)
         return out
 
+    def overdue_count(self, now: float) -> int:
+        """How many open entries wait for `overdue`."""
+        heap, count, at = self._deadlines, 0, [0]
+        while at:
+            i = at.pop()
+            if i < len(heap) and heap[i][0] <= now:
+                entry = self.entries.get(heap[i][1])
+                count += entry is not None and entry.phase is Phase.OPEN
+                at += (2 * i + 1, 2 * i + 2)
+        return count
+
     def touch(self, entries: Iterable[Entry], stamp_ms: int, *, write: bool = False) -> None:
         """Entries, and with them all they build on, were used; ``write``: by a StartWrite."""
         used = list(with_ancestors(entries)) if self.order.policy.counts else entries

@@ -215,6 +215,9 @@ class ReadCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.used = self.read = 0
+        """Extents that prefix lookups went over, and those read from the store; whoever uses them
+        counts."""
         self.views: dict[bytes, View] = {}
         self._queue: deque[View] = deque()
 

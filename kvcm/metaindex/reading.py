@@ -261,6 +261,7 @@ class InstanceReader(abc.ABC):
                 else:
                     out[extent_id] = opened
         if missing:
+            cache.read += len(missing)
             before = list(self._generation)
             for extent_id, found in (await self._read(missing, partial)).items():
                 if found is None or not self.usable(*found):

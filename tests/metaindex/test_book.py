@@ -147,3 +147,15 @@ def test_a_parent_that_a_request_showed_is_known_after_the_book_is_read_again() 
         read.leave(victims[0], Phase.SETTLED)
         gone_in_order += victims
     assert gone_in_order == [tail2, again2, head2]
+
+
+def test_deadlines_that_have_passed_are_counted_but_for_entries_that_are_over() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    for n in range(40):
+        opened = entry(n)
+        opened.phase = Phase.OPEN
+        book.add(opened)
+        book.expect(opened, float(n))
+    assert [book.overdue_count(now) for now in (-1.0, 0.0, 9.5, 100.0)] == [0, 1, 10, 40]
+    book.forget(entry(5).extent_id)
+    assert book.overdue_count(9.5) == 9
