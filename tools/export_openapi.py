@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from kvcm.cache.api import UsageReport
+from kvcm.observability.ceiling import Ceilings
 from kvcm.reclaimer.repair import Repair
 from kvcm.reclaimer.repair_scope import RepairPorts
 from kvcm.reclaimer.space import SpaceControl
@@ -36,6 +37,7 @@ def documents() -> dict[Path, str]:
         # Never run: only their routes are described.
         repair=Repair(cast(RepairPorts, None)),
         space=cast(SpaceControl, object()),
+        ceilings=cast(Ceilings, object()),
     )
     return {
         API_DIR / "openapi.json": _text(build_app(META_TITLE, META, plain).openapi()),

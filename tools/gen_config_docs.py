@@ -83,6 +83,8 @@ MEANING = {
     "deleting.calls_per_storage": "The same for one storage; there a slow one does count.",
     "repair.scrub_per_second": "Records and files that the background repair looks at in a "
     "second; 0 turns it off. See [operations](operations.md#repair).",
+    "ceiling.enabled": "Count what is asked for, to tell the best possible hit rate and why the "
+    "rest is missed. See [operations](operations.md#is-the-hit-rate-as-good-as-it-can-be).",
     "rocksdb.sync": "fsync every commit. See [operations](operations.md) for what it protects.",
     "rocksdb.cache_bytes": "Bytes of RocksDB's own block cache.",
 }

@@ -6,6 +6,7 @@ import typer
 
 from kvcm.cli import (
     admin_cache,
+    admin_ceiling,
     admin_groups,
     admin_instances,
     admin_manager,
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
         admin_manager,
         admin_repair,
         admin_usage,
+        admin_ceiling,
     ):
         part.register(admin)
     app.add_typer(admin, name="admin")

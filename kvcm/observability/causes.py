@@ -39,6 +39,7 @@ class Fate(IntEnum):
     HELD = 5
     EVICTED = 6
     REMOVED = 7
+    REFUSED_STORAGE = 8
 
 
 _CAUSE_OF: Mapping[Fate, Cause] = {
@@ -50,6 +51,7 @@ _CAUSE_OF: Mapping[Fate, Cause] = {
     Fate.HELD: Cause.UNREACHABLE,
     Fate.EVICTED: Cause.EVICTED,
     Fate.REMOVED: Cause.REMOVED,
+    Fate.REFUSED_STORAGE: Cause.STORAGE_UNAVAILABLE,
 }
 
 

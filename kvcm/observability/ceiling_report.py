@@ -86,6 +86,17 @@ class WindowReport:
         return self.hits / self.blocks if self.blocks else 0.0
 
     @property
+    def gap(self) -> float:
+        """What a cache without limits, empty at the window's beginning, would have hit more; below
+        0 when the real one had blocks from before."""
+        return self.ceiling - self.hit_rate
+
+    @property
+    def most_space(self) -> SpaceStep | None:
+        """The least space that brings back most of what was evicted and missed."""
+        return _most(self.space)
+
+    @property
     def is_exact(self) -> bool:
         """Every miss was looked at."""
         return self.sampled == self.blocks - self.hits
@@ -198,7 +209,7 @@ _ADVICE: Mapping[Cause, tuple[Help, str]] = {
     ),
     Cause.STORAGE_UNAVAILABLE: (
         Help.ELSEWHERE,
-        "neither space nor policy helps: a storage with blocks cannot be read",
+        "neither space nor policy helps: a storage cannot be read or written",
     ),
     Cause.UNFINISHED: (
         Help.ELSEWHERE,
@@ -206,18 +217,19 @@ _ADVICE: Mapping[Cause, tuple[Help, str]] = {
     ),
     Cause.REMOVED: (
         Help.ELSEWHERE,
-        "neither space nor policy helps: blocks are removed, trimmed or lost",
+        "neither space nor policy helps: blocks are removed, trimmed, lost, or past their ttl",
     ),
     Cause.UNREACHABLE: (
         Help.OTHER_POLICY,
-        "other policy: blocks are there behind blocks that are not, or on a second storage",
+        "other policy: blocks are there, but not reached: behind others that are not there, on a "
+        "second storage, or above the reply limit",
     ),
 }
 
 
 def _space_advice(lost: float, space: tuple[SpaceStep, ...], capacity: int | None) -> Advice:
-    """The least space that brings back most of what was evicted and missed."""
-    most = next(step for step in space if step.hits >= _MOST * space[-1].hits)
+    most = _most(space)
+    assert most is not None, "what was evicted has a place among the needs"
     gain = lost * most.hits / space[-1].hits
     needed = f"about {_gib(most.more_bytes)} more would have made {gain:.1%} of blocks hits"
     if capacity and most.more_bytes > _SPACE_FACTOR_MAX * capacity:
@@ -231,6 +243,10 @@ def _space_advice(lost: float, space: tuple[SpaceStep, ...], capacity: int | Non
             f"more space, or another policy: {needed}, below {_POLICY_SHARE:.0%} of the capacity",
         )
     return Advice(Help.MORE_SPACE, f"more space: {needed}")
+
+
+def _most(space: tuple[SpaceStep, ...]) -> SpaceStep | None:
+    return next((step for step in space if step.hits >= _MOST * space[-1].hits), None)
 
 
 def _gib(size: int) -> str:

@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 
 import kvcm
 from kvcm.cache.api import Usage, UsageReport
+from kvcm.observability.ceiling import Ceilings
 from kvcm.reclaimer.repair import Repair
 from kvcm.reclaimer.space import SpaceControl
-from kvcm.server import openapi, prometheus, repair_routes, space_routes
+from kvcm.server import ceiling_routes, openapi, prometheus, repair_routes, space_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Sources:
     metrics: Callable[[], bytes] | None = None
     repair: Repair | None = None
     space: SpaceControl | None = None
+    ceilings: Ceilings | None = None
 
 
 def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
@@ -58,6 +60,7 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
     if sources.repair is not None:
         repair_routes.add(app, sources.repair)
     space_routes.add(app, sources.space)
+    ceiling_routes.add(app, sources.ceilings)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

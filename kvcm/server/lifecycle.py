@@ -26,6 +26,7 @@ from kvcm.server.admin_service import ANSWERED_BY_ALL, AdminService
 from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Context, Endpoint, endpoints_of
 from kvcm.server.callstats import CallStats
+from kvcm.server.ceiling_metrics import CeilingMetrics
 from kvcm.server.datadir import DataDir
 from kvcm.server.grpc_edge import GrpcListener, Services
 from kvcm.server.http_edge import HttpApi, HttpListener
@@ -215,7 +216,12 @@ class Manager:
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
         )
         repair = [RepairMetrics(cache.repair)] if cache.repair is not None else []
-        more = (*repair, SpaceMetrics(cache.space), StorageMetrics(backends.statuses))
+        more = (
+            *repair,
+            SpaceMetrics(cache.space),
+            StorageMetrics(backends.statuses),
+            CeilingMetrics(cache.ceilings),
+        )
         metrics = prometheus.exposition(stats, cache.usage, *more)
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
         http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
@@ -228,6 +234,7 @@ class Manager:
             metrics=metrics,
             repair=cache.repair,
             space=cache.space,
+            ceilings=cache.ceilings,
         )
         self.ports = Ports(rpc, http, admin_rpc, admin_http)
         # Also what the gRPC health service says from the first call on.

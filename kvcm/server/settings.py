@@ -91,6 +91,13 @@ class DeletingOptions(_Section):
     """Delete calls under way on one storage."""
 
 
+class CeilingOptions(_Section):
+    """Hit rates beside the best possible ones."""
+
+    enabled: bool = True
+    """Count what is asked for, to tell the best possible hit rate and why the rest is missed."""
+
+
 class RocksDbOptions(_Section):
     """The embedded index store."""
 
@@ -148,6 +155,7 @@ class Settings(_Section):
     cache: CacheOptions = CacheOptions()
     deleting: DeletingOptions = DeletingOptions()
     repair: RepairOptions = RepairOptions()
+    ceiling: CeilingOptions = CeilingOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
 
     @model_validator(mode="before")

@@ -14,6 +14,8 @@ from kvcm.core.clock import Clock
 from kvcm.core.errors import ConfigError
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
+from kvcm.observability import ceiling_watch
+from kvcm.observability.ceiling import Ceilings
 from kvcm.reclaimer.base import DeleteOptions, Surroundings
 from kvcm.reclaimer.loops import build_loops
 from kvcm.reclaimer.repair import Repair, ScrubLoop
@@ -28,6 +30,9 @@ from kvcm.server.settings import Settings
 from kvcm.server.supervisor import Loop
 from kvcm.storage_backends.factory import build_backend
 
+CEILING_NAME = "ceiling.bin"
+"""File of the data directory that keeps the hit-rate windows."""
+
 
 class ManagedCache(CacheService, Protocol):
     """The use cases with their life cycle and background loops."""
@@ -35,6 +40,7 @@ class ManagedCache(CacheService, Protocol):
     loops: list[Loop]
     repair: Repair | None
     space: SpaceControl | None
+    ceilings: Ceilings | None
 
     async def open(self) -> None: ...
 
@@ -129,6 +135,8 @@ class Manager(CacheManager):
     scrub_per_second: int = 0
     space: SpaceControl | None = None
     deletes = DeleteOptions()
+    ceilings: Ceilings | None = None
+    """To be set before ``open``; None = off."""
 
     async def open(self) -> None:
         """Open the use cases, then make the loops (nothing runs yet)."""
@@ -143,12 +151,28 @@ class Manager(CacheManager):
         self.space = SpaceControl(loops)
         scrub = ScrubLoop(self.repair, self.scrub_per_second)
         self.loops = [*loops, self.admission, scrub]
+        if self.ceilings is not None:
+            await self._open_ceilings(self.ceilings)
+            self.loops.append(self.ceilings)
+
+    async def _open_ceilings(self, ceilings: Ceilings) -> None:
+        def follow(view: RegistryView) -> None:
+            registered = {i.uid: (i.instance_id, i.instance_group) for i in view.instances.values()}
+            capacities = ceiling_watch.capacities(view.groups.values(), view.storages)
+            ceilings.follow(view.cluster_uid, registered, capacities)
+
+        follow(self._registry.view)
+        self._registry.subscribe(follow)
+        await ceilings.open()
+        self.watchers.append(ceiling_watch.CeilingWatcher(ceilings))
 
     async def close(self) -> None:
         """End a repair run, then as the use cases."""
         if self.repair is not None:
             await self.repair.stop()
         await super().close()
+        if self.ceilings is not None:
+            await self.ceilings.close()
 
     def _surroundings(self) -> Surroundings:
         registry, settings = self._registry, self._settings
@@ -195,6 +219,8 @@ def build_cache(
             room_wait_s=options.room_wait_s,
         ),
     )
+    if settings.ceiling.enabled:
+        manager.ceilings = Ceilings(clock, settings.data_dir / CEILING_NAME)
     manager.scrub_per_second = settings.repair.scrub_per_second
     deleting = settings.deleting
     manager.deletes = DeleteOptions(

@@ -51,7 +51,7 @@ class Kvcm:
 
     def __call__(self, *arguments: object, stdin: str = "") -> Result:
         listed = [str(argument) for argument in arguments]
-        if listed[0] == "admin" and listed[1] in ("usage", "trash", "removals"):
+        if listed[0] == "admin" and listed[1] in ("usage", "trash", "removals", "ceiling"):
             listed += ["--http", f"http://{self._manager.host}:{self._manager.admin_http_port}"]
         elif listed[:3] == ["admin", "cache", "trim"]:
             listed += ["--meta-target", self._manager.target]

@@ -37,6 +37,7 @@ class StandInCache:
         self.loops: list[Any] = []
         self.repair: Any = None
         self.space: Any = None
+        self.ceilings: Any = None
         self.requests: list[Any] = []
         self.abandoned: list[str] = []
         self.cancelled: list[str] = []
