@@ -131,7 +131,7 @@ class PrivateMounts:
         """Mount a file system that fails on demand."""
         path.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
-            ending_with_us([*self.inside, sys.executable, "-IS", fuse.__file__, str(path)]),
+            ending_with_us([*self.inside, sys.executable, "-m", fuse.__name__, str(path)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -135,6 +135,18 @@ class Rig:
         (storage,) = {uri.split("/")[2] for uri in uris}
         return storage
 
+    @contextmanager
+    def granted(
+        self, client: Client, instance: str, storage: str
+    ) -> Iterator[tuple[list[int], WriteSession]]:
+        """A new prefix, and a session that may write it to a storage."""
+        while True:
+            keys = self.keys()
+            with client.write(instance, keys) as session:
+                if self.storage_of(session) == storage:
+                    yield keys, session
+                    return
+
     def write_both(self, client: Client, instance: str, storage: str) -> dict[str, list[Chain]]:
         """Prefixes on a storage and on the fine one, two or more on each."""
         chains: dict[str, list[Chain]] = {storage: [], FINE: []}

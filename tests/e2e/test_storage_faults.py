@@ -201,23 +201,15 @@ def test_a_storage_that_takes_no_writes_is_read_and_passed_over_by_writers(
 
 def test_what_did_not_fit_is_not_published(rig: Rig, client: Client) -> None:
     register(client, DISK, "late")
-
-    def fails() -> bool:
-        keys = rig.keys()
-        with client.write("late", keys) as session:
-            if rig.storage_of(session) != DISK:
-                return False
-            # Only now, so that the manager granted what cannot be written.
-            rig.fill()
-            try:
-                errors = session.put(rig, [bytes(BLOCK_BYTES)] * BLOCKS)
-            finally:
-                rig.empty()
-        assert len(errors) == BLOCKS
-        assert hits(client, "late", Chain(keys, [], DISK)) == 0
-        return True
-
-    eventually_sync(fails)
+    with rig.granted(client, "late", DISK) as (keys, session):
+        # Only now, so that the manager granted what cannot be written.
+        rig.fill()
+        try:
+            errors = session.put(rig, [bytes(BLOCK_BYTES)] * BLOCKS)
+        finally:
+            rig.empty()
+    assert len(errors) == BLOCKS
+    assert hits(client, "late", Chain(keys, [], DISK)) == 0
     eventually_sync(lambda: rig.storage(DISK).unwritable_reason == "")
 
 
