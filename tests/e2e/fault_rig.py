@@ -23,7 +23,7 @@ from kvcm.testing.mounts import FaultyMount, PrivateMounts, private_mounts
 
 DISK, FAULTY, FINE = "disk", "faulty", "fine"
 PERIOD_S = 0.3
-HUNG_S = 1.5
+HUNG_S = 2.5
 SPACE_BYTES = 16 << 20
 BLOCK_BYTES = 4096
 BLOCKS = 4
