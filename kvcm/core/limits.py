@@ -82,6 +82,10 @@ CEILING_INSTANCES_MAX = 64
 below 2 MiB."""
 CEILING_GROUPS_MAX = 64
 """Groups with hit-rate windows."""
+METRICS_INSTANCES_MAX = 1_000
+"""Instances with series of their own in the metrics, about 40 series each."""
+METRICS_GROUPS_MAX = 1_000
+"""Groups with series of their own, about 120 each."""
 CEILING_QUEUE_BYTES_MAX = 8 << 20
 """Keys of requests that wait to be counted for the ceiling, as they came; others are not."""
 CEILING_SAMPLED_KEYS_MAX = 32_768
@@ -128,3 +132,11 @@ REPORTED_UNCONFIRMED_BLOCKS_PER_MINUTE_MAX = 16_384
 REPORT_CHECK_S_MAX = 1.0
 """A storage that does not tell by then whether reported blocks are missing keeps them. Below the
 client's time-out for a call."""
+TRACE_EVENT_QUEUE_BYTES_MAX = 64 * 1024 * 1024
+"""What waits to be recorded and streamed, as it is in memory; what comes on top is dropped."""
+EVENT_FILTER_VALUES_MAX = 256
+"""Instances, or types, that one subscriber names."""
+EVENT_SUBSCRIBERS_MAX = 64
+"""Open streams of events."""
+SUBSCRIBER_QUEUE_BYTES_MAX = 8 * 1024 * 1024
+"""Events that wait for one subscriber; what comes on top is dropped, and it is told."""
