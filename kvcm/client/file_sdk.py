@@ -24,6 +24,7 @@ from kvcm.client.transfer import (
 )
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import InvalidArgument, StorageError, Unavailable
+from kvcm.core.storage import MARKER
 from kvcm.core.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _COMMON_URI = re.compile(
     r"(?:file|hf3fs|vcns_hf3fs)://[A-Za-z0-9_.-]+(/[^?#%\0]+)\?(?:blkid=(\d{1,9})&)?size=(\d{1,18})",
     re.ASCII,
+)
+# As docs/decisions/0003-storage-paths.md has it.
+_OWN_PATH = re.compile(
+    r"(/.+)/[a-z0-9]{1,32}/[a-z0-9]{1,32}/[0-9a-f]{2}/[a-z0-9]{1,32}_[A-Za-z0-9_.-]{1,60}_[0-9]{1,6}"
 )
 
 
@@ -255,8 +260,17 @@ def _open_for_writing(path: str) -> int:
     try:
         return os.open(path, _WRITE, 0o666)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _make_parents(path)
         return os.open(path, _WRITE, 0o666)
+
+
+def _make_parents(path: str) -> None:
+    """Where a file system is not mounted lies an empty folder: what is written below it vanishes
+    with the next mount, so a manager's own root is known by the marker it put there."""
+    own = _OWN_PATH.fullmatch(path)
+    if own is not None and not os.path.exists(f"{own[1]}/{MARKER}"):
+        raise OSError(None, f"{own[1]!r} has no file {MARKER!r}: is its file system mounted here?")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
 
 
 def _transfer(

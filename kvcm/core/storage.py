@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MARKER = ".kvcm-storage"
+"""The file at the root of a file storage: where it is missing, its file system is not mounted
+(docs/decisions/0018-storage-marker.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExtentName:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcm.core.errors import StorageError
+from kvcm.core.storage import MARKER
 from kvcm.storage_backends.base import ProbeResult
 from kvcm.storage_backends.posix_names import FOLDERS, ObjectPath, is_block_file
 
@@ -20,9 +21,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _INNER_FOLDER = _FOLDER | os.O_NOFOLLOW
 _NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-
-MARKER = ".kvcm-storage"
-"""The file right below a root that tells a storage from the empty mount point of one."""
 _MARKER_CONTENT = b'{"kvcm": 1}\n'
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import CorruptRecord, KvcmError
 from kvcm.core.limits import HOME_SHARDS
+from kvcm.core.storage import MARKER
 from kvcm.core.types import Instance, StorageConfig
 from kvcm.metaindex import bits, records
 from kvcm.metaindex.answers import owner_of
@@ -31,7 +32,6 @@ from kvcm.server.datadir import DataDir
 from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
 from kvcm.storage_backends.posix import root_of
-from kvcm.storage_backends.posix_tree import MARKER
 
 PROBE_PREFIX = ".kvcm-probe-"
 """A probe that was killed leaves its file at the root; the blocks' folders lie deeper."""

@@ -37,6 +37,7 @@ from kvcm.cache.base import CacheSettings
 from kvcm.core.errors import KvcmError
 from kvcm.core.keys import KeyBatch, pack_keys
 from kvcm.core.mask import BlockMask
+from kvcm.core.storage import MARKER
 from kvcm.core.types import (
     CacheConfig,
     CacheReclaimStrategy,
@@ -71,7 +72,6 @@ from kvcm.server.wiring import Manager
 from kvcm.storage_backends.base import DataStorageBackend
 from kvcm.storage_backends.factory import build_backend
 from kvcm.storage_backends.posix import root_of
-from kvcm.storage_backends.posix_tree import MARKER
 from kvcm.testing.audit import (
     Cells,
     StoredInstance,

@@ -17,9 +17,9 @@ from kvcm.client.file_sdk import FileSdk
 from kvcm.client.keys import block_keys
 from kvcm.core.errors import InvalidArgument, KvcmError, SessionNotExist, StorageError
 from kvcm.core.limits import SPEC_SIZE_BYTES_MAX
+from kvcm.core.storage import MARKER
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.optimizer.workload import WorkloadKind
-from kvcm.storage_backends.posix_tree import MARKER
 from kvcm.testing.eventually import eventually_sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -198,11 +198,8 @@ def _faults(fleet: Fleet) -> int:
     eventually_sync(lambda: all(fleet.holds(GONE, FULL)), timeout=PATIENCE_S)
 
     fleet.fill()
-    before = fleet.holds(GONE)[0]
     fleet.unmount()
     eventually_sync(lambda: fleet.storages()[GONE].unavailable_reason, timeout=PATIENCE_S)
-    # What was written into the folder below the mount before the manager knew.
-    below = fleet.holds(GONE)[0] - before
     eventually_sync(lambda: fleet.storages()[FULL].unwritable_reason, timeout=PATIENCE_S)
     held = fleet.holds(GONE, FULL)
     eventually_sync(lambda: fleet.holds(THREE_FS)[0] > 0, timeout=PATIENCE_S)
@@ -212,7 +209,7 @@ def _faults(fleet: Fleet) -> int:
     fleet.empty()
     fleet.master.start()
     eventually_sync(fleet.is_well, timeout=PATIENCE_S)
-    return in_memory + below
+    return in_memory
 
 
 def _is_told(fleet: Fleet, lost: int) -> None:

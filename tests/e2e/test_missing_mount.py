@@ -15,7 +15,7 @@ from e2e_harness import PATIENCE_S, QUICK, Site
 from kvcm.client import AdminClient, Client
 from kvcm.client.file_sdk import FileSdk
 from kvcm.core.errors import NoStorage
-from kvcm.storage_backends.posix_tree import MARKER
+from kvcm.core.storage import MARKER
 from kvcm.testing.eventually import eventually_sync
 from kvcm.testing.mounts import private_mounts
 

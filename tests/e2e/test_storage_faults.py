@@ -213,6 +213,21 @@ def test_what_did_not_fit_is_not_published(rig: Rig, client: Client) -> None:
     eventually_sync(lambda: rig.storage(DISK).unwritable_reason == "")
 
 
+def test_an_engine_does_not_write_below_a_mount_that_is_gone(rig: Rig, client: Client) -> None:
+    register(client, DISK, "below")
+    with rig.granted(client, "below", DISK) as (keys, session):
+        # Before the manager knows; the same holds for an engine that alone lost its mount.
+        rig.unmount()
+        try:
+            errors = session.put(rig, [bytes(BLOCK_BYTES)] * BLOCKS)
+        finally:
+            rig.mount()
+    assert len(errors) == BLOCKS
+    assert "is its file system mounted" in str(errors[0])
+    assert hits(client, "below", Chain(keys, [], DISK)) == 0
+    eventually_sync(lambda: rig.storage(DISK).unavailable_reason == "")
+
+
 def test_a_manager_ends_and_starts_in_time_while_a_storage_hangs(tmp_path: Path) -> None:
     with made_rig(tmp_path) as rig, Client(rig.site.target) as client:
         register(client, FAULTY, "i")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from kvcm.core.errors import StorageError
 from kvcm.core.quota import UNLIMITED
+from kvcm.core.storage import MARKER
 from kvcm.core.types import (
     AdmissionPolicy,
     CachePreferStrategy,
@@ -22,7 +23,6 @@ from kvcm.core.types import (
     TtlSince,
 )
 from kvcm.storage_backends.base import DataStorageBackend
-from kvcm.storage_backends.posix_tree import MARKER
 from tests.cache.harness import SLOT, Grant, group
 
 BLOCK = 2 * SLOT

@@ -8,8 +8,8 @@ import pytest
 from manager_harness import INSTANCE, Running
 
 from kvcm._pb import admin_pb2, meta_pb2
+from kvcm.core.storage import MARKER
 from kvcm.server.admin_service import ANSWERED_BY_ALL
-from kvcm.storage_backends.posix_tree import MARKER
 from kvcm.testing.eventually import eventually
 
 GROUP: dict[str, Any] = {

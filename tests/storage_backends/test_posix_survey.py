@@ -10,10 +10,10 @@ import pytest
 
 from kvcm.core.clock import SystemClock
 from kvcm.core.errors import StorageError
+from kvcm.core.storage import MARKER
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import FoundObject
 from kvcm.storage_backends.posix import PosixBackend
-from kvcm.storage_backends.posix_tree import MARKER
 
 NAME = "a" * 20
 
