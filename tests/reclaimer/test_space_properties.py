@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcm.cache import write
 from kvcm.metaindex.stores.valkey import ValkeyStore
 from kvcm.storage_backends import posix_survey
 from kvcm.testing.servers_valkey import ValkeyServer, valkey_server
@@ -36,6 +37,12 @@ def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         posix_survey, "file_system_time", lambda root, name: real(root, name) + DAY_S
     )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the machine is busy is no reason to answer that the usage is still being read."""
+    monkeypatch.setattr(write, "_LOAD_WAIT_S", 30.0)
 
 
 @pytest.fixture(scope="module")
