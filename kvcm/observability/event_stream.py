@@ -59,9 +59,8 @@ class Subscriber:
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing comes any more; what waits is dropped."""
+        """Nothing comes any more but what waits."""
         self.closed.set()
-        self._queue.clear()
         self._changed.set()
 
     async def next(self, timeout_s: float) -> bytes | None:
@@ -76,8 +75,9 @@ class Subscriber:
                 await self._changed.wait()
         except TimeoutError:
             return b": nothing new\n\n"
-        self._changed.clear()
-        if self.closed.is_set():
+        if not self.closed.is_set():
+            self._changed.clear()
+        elif not self._queue and not self._dropped:
             return None
         pieces: list[bytes] = []
         if self._dropped:
@@ -123,7 +123,7 @@ class EventStream:
         return subscriber
 
     def leave(self, subscriber: Subscriber) -> None:
-        """Forget a subscriber and what waits for it."""
+        """Forget a subscriber."""
         self.subscribers.discard(subscriber)
         subscriber.close()
 

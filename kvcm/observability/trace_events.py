@@ -174,13 +174,16 @@ class TraceEvents:
 
     # ---- end -----------------------------------------------------------------------------------
 
-    def end_streams(self) -> None:
-        """Let all subscribers go; more are refused."""
+    async def end_streams(self) -> None:
+        """Let all subscribers go, once they have what happened until now; more are refused."""
+        if self.stream.subscribers:
+            async with self._turn:
+                await self._pass_on()
         self.stream.close()
 
     async def close(self) -> None:
         """Write what waits."""
-        self.end_streams()
+        await self.end_streams()
         if self._watch in self._watchers:
             self._watchers.remove(self._watch)
         async with self._turn:

@@ -300,8 +300,10 @@ async def test_the_end_of_the_manager_is_the_end_of_every_stream() -> None:
     subscriber = made.subscribe([], [])
     waiting = asyncio.ensure_future(subscriber.next(60))
     await asyncio.sleep(0)
-    made.end_streams()
-    assert await waiting is None
+    watchers.tell(removed("i1", 1))
+    await made.end_streams()
+    assert b'"keys":[1]' in (await waiting or b"")
+    assert await subscriber.next(60) is None
     with pytest.raises(NotReady):
         made.subscribe([], [])
     await made.close()
