@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ FORGET_S = 86_400
 HALVINGS_MAX = 40
 _USED_S = 60
 _DROPPED_PER_STEP = 1_024
+_SAVED_PER_STEP = 1_024
 
 
 class Fate(IntEnum):
@@ -65,10 +67,9 @@ class _Key(NamedTuple):
     evicted: int = 0
 
 
-class SavedSample(msgspec.Struct, array_like=True):
-    """`Sample` in a file: columns of one number per key."""
+class SavedKeys(msgspec.Struct, array_like=True):
+    """Some keys of a `Sample` in a file: columns of one number per key."""
 
-    halvings: int
     hashes: bytes
     fates: bytes
     at_s: bytes
@@ -201,29 +202,30 @@ class Sample:
 
     # ---- a file ------------------------------------------------------------------------------
 
-    def save(self) -> SavedSample:
-        """For a file."""
-        keys = list(self._keys.values())
-        columns = np.array([(k.at_s, k.used_s, k.evicted) for k in keys], dtype="<i8")
-        columns = columns.reshape(-1, 3)
-        return SavedSample(
-            self.halvings,
-            np.array(list(self._keys), dtype="<u8").tobytes(),
-            bytes(k.fate for k in keys),
-            *(columns[:, i].tobytes() for i in range(3)),
-        )
+    def save(self) -> Iterator[SavedKeys]:
+        """Its keys, for a file, in steps of less than 2 ms; nothing may change meanwhile."""
+        items = iter(self._keys.items())
+        while part := list(islice(items, _SAVED_PER_STEP)):
+            columns = np.array([(k.at_s, k.used_s, k.evicted) for _, k in part], dtype="<i8")
+            yield SavedKeys(
+                np.array([value for value, _ in part], dtype="<u8").tobytes(),
+                bytes(k.fate for _, k in part),
+                *(columns[:, i].tobytes() for i in range(3)),
+            )
 
-    def load(self, saved: SavedSample) -> None:
+    def load(self, halvings: int, saved: Iterable[SavedKeys]) -> None:
         """Take over what ``save`` made.
 
         Raises:
-            ValueError: damaged.
+            ValueError: damaged; nothing is taken over.
         """
-        columns = [
-            np.frombuffer(data, dtype="<i8").tolist()
-            for data in (saved.at_s, saved.used_s, saved.evicted)
-        ]
-        values = np.frombuffer(saved.hashes, dtype="<u8").tolist()
-        keys = [_Key(Fate(fate), *rest) for fate, *rest in zip(saved.fates, *columns, strict=True)]
-        self._keys = OrderedDict(zip(values, keys, strict=True))
-        self.halvings = min(max(saved.halvings, 0), HALVINGS_MAX)
+        found: OrderedDict[int, _Key] = OrderedDict()
+        for part in saved:
+            columns = [
+                np.frombuffer(data, dtype="<i8").tolist()
+                for data in (part.at_s, part.used_s, part.evicted)
+            ]
+            values = np.frombuffer(part.hashes, dtype="<u8").tolist()
+            for value, fate, *rest in zip(values, part.fates, *columns, strict=True):
+                found[value] = _Key(Fate(fate), *rest)
+        self._keys, self.halvings = found, min(max(halvings, 0), HALVINGS_MAX)

@@ -286,6 +286,7 @@ class Ceilings:
             self._is_saved = True
             records: list[bytes] = []
             for record in self._counts.records():
+                await asyncio.sleep(0)
                 records.append(ceiling_file.encode(record))
                 await asyncio.sleep(0)
             end = ceiling_file.End(len(records), self._cluster)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvcm.core.errors import InvalidArgument
-from kvcm.observability.causes import SavedSample
+from kvcm.observability.causes import SavedKeys
 from kvcm.observability.windows import Saved
 
 _MAGIC = b"kvcm-ceiling 1\n"
@@ -31,10 +31,17 @@ class Scope(msgspec.Struct, array_like=True, tag="scope"):
     windows: Saved
 
 
-class Rest(msgspec.Struct, array_like=True, tag="rest"):
-    """The sample, what each group has evicted, and when instances (by uid) were trimmed."""
+class Keys(msgspec.Struct, array_like=True, tag="keys"):
+    """A part of the sample."""
 
-    sample: SavedSample
+    keys: SavedKeys
+
+
+class Rest(msgspec.Struct, array_like=True, tag="rest"):
+    """How often the sample was halved, what each group has evicted, and when instances (by uid)
+    were trimmed."""
+
+    halvings: int
     evicted: dict[str, int]
     trimmed_s: dict[str, int]
 
@@ -46,11 +53,11 @@ class End(msgspec.Struct, array_like=True, tag="end"):
     cluster: str
 
 
-Record = Scope | Rest | End
-_decoder = msgspec.msgpack.Decoder(Record)
+Content = Scope | Keys | Rest
+_decoder = msgspec.msgpack.Decoder(Content | End)
 
 
-def encode(record: Record) -> bytes:
+def encode(record: Content | End) -> bytes:
     """One record as it stands in the file."""
     body = msgspec.msgpack.encode(record)
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -71,7 +78,7 @@ def write(path: Path, records: Iterable[bytes]) -> None:
     os.replace(beside, path)
 
 
-def read(path: Path, cluster: str) -> list[Scope | Rest]:
+def read(path: Path, cluster: str) -> list[Content]:
     """What was saved; nothing when there is no file. Blocks.
 
     Raises:
@@ -85,7 +92,7 @@ def read(path: Path, cluster: str) -> list[Scope | Rest]:
         return []
     if not data.startswith(_MAGIC):
         raise InvalidArgument("not a file of this version of kvcm")
-    found: list[Scope | Rest] = []
+    found: list[Content] = []
     at = len(_MAGIC)
     while True:
         if len(data) < at + _HEAD.size:

@@ -237,7 +237,7 @@ def _space_advice(lost: float, space: tuple[SpaceStep, ...], capacity: int | Non
             Help.OTHER_POLICY,
             f"other policy: {needed}, more than {_SPACE_FACTOR_MAX} times the capacity",
         )
-    if capacity and most.more_bytes <= _POLICY_SHARE * capacity:
+    if capacity and most.more_bytes < _POLICY_SHARE * capacity:
         return Advice(
             Help.MORE_SPACE,
             f"more space, or another policy: {needed}, below {_POLICY_SHARE:.0%} of the capacity",

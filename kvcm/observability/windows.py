@@ -94,6 +94,8 @@ class Windows:
         self._keys = Distinct()
         self._hour = _Sum()
         """The slots of the current hour that are over."""
+        self._hour_keys: bytes | None = None
+        """Its keys packed, for the file; None when they changed."""
         self._slots: deque[_Past] = deque()
         self._hours: deque[_Past] = deque()
         self._sums = {name: _Sum() for name in SECONDS}
@@ -129,6 +131,7 @@ class Windows:
         if self.counts.any():
             self._slots.append(_Past(self._slot, self.counts, self._keys.pack()))
             self._hour.add(self.counts, self._keys)
+            self._hour_keys = None
             self.counts = tally.empty()
             self._keys.clear()
         self._slot = slot
@@ -139,6 +142,7 @@ class Windows:
                 keys = self._hour.keys.pack()
                 self._hours.append(_Past(ended, self._hour.counts.copy(), keys))
                 self._hour.clear()
+                self._hour_keys = None
             yield
         while self._slots and self._slots[0].number < slot - SLOTS_PER_HOUR:
             self._slots.popleft()
@@ -168,10 +172,12 @@ class Windows:
 
     def save(self) -> Saved:
         """For a file."""
+        if self._hour_keys is None:
+            self._hour_keys = self._hour.keys.pack()
         return Saved(
             self.began_s,
             SavedPast(self._slot, self.counts.tobytes(), self._keys.pack()),
-            SavedPast(0, self._hour.counts.tobytes(), self._hour.keys.pack()),
+            SavedPast(0, self._hour.counts.tobytes(), self._hour_keys),
             [SavedPast(p.number, p.counts.tobytes(), p.keys) for p in self._slots],
             [SavedPast(p.number, p.counts.tobytes(), p.keys) for p in self._hours],
         )

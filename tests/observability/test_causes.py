@@ -130,13 +130,13 @@ def test_a_halved_sample_tells_the_shares_of_all_keys() -> None:
 def test_a_saved_sample_goes_on_where_it_was() -> None:
     sample, again = Sample(), Sample()
     sample.become([5], Fate.EVICTED, NOW_S, evicted=1 << 50)
-    sample.become([2**64 - 1], Fate.HELD, NOW_S)
+    sample.become(range(2**64 - 3_000, 2**64), Fate.HELD, NOW_S)
     sample.halvings = 3
-    again.load(sample.save())
+    again.load(sample.halvings, sample.save())
     assert again.weight == 8
     assert again._keys == sample._keys
     empty = Sample()
-    empty.load(Sample().save())
+    empty.load(0, Sample().save())
     assert len(empty) == 0
 
 

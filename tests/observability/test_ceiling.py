@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from kvcm.optimizer.trace import ceiling, read_trace
 from kvcm.testing.clock import SimClock
 
 GIB = 1 << 30
-TRACES = Path("/work/shared/traces")
+TRACES = Path(os.environ.get("KVCM_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 
 
 def _made(path: Path | None = None, clock: SimClock | None = None, **sample: int) -> Ceilings:
@@ -60,7 +62,7 @@ async def test_the_ceiling_of_a_published_trace(name: str, expected: float) -> N
     for row in read_trace(path).rows:
         clock.advance(max(0.0, began + row.timestamp_ms / 1000 - clock.now()))
         ceilings.asked("u1", "g", KeyBatch.from_array(array("q", row.hash_ids)), 0, 0)
-        if row.number % 20 == 0:
+        if row.number % 100 == 0:
             await ceilings.run_once(clock.monotonic())
     for instance in ("one", ""):
         found = await _window(ceilings, DAY, instance)
@@ -164,7 +166,7 @@ async def test_more_space_is_estimated_from_what_was_evicted_since() -> None:
     block, clock = 1 << 24, SimClock()
     ceilings = _made(clock=clock)
     held: list[int] = []
-    for turn in range(20):
+    for turn in range(10):
         for key in range(150):
             batch = KeyBatch.from_ints([key])
             ceilings.asked("u1", "g", batch, 0, int(key in held))
@@ -181,9 +183,9 @@ async def test_more_space_is_estimated_from_what_was_evicted_since() -> None:
         assert turn > 0 or ceilings.snapshot().scopes
     found = await _window(ceilings)
     assert found.hits == 0
-    assert found.misses["evicted"] == 19 * 150
+    assert found.misses["evicted"] == 9 * 150
     # Of space in between LRU would make nothing on a loop.
-    most = next(s for s in found.space if s.hits >= 0.9 * 19 * 150)
+    most = next(s for s in found.space if s.hits >= 0.9 * 9 * 150)
     assert 50 * block <= most.more_bytes <= 1.5 * 50 * block
 
 
@@ -264,26 +266,29 @@ async def test_malformed_keys_are_left_out() -> None:
     assert ceilings._queued_bytes == 0
 
 
-async def test_no_step_holds_the_loop_for_long() -> None:
-    ceilings = _made()
+async def test_no_step_holds_the_loop_for_long(tmp_path: Path) -> None:
+    ceilings = _made(tmp_path / "ceiling")
     for turn in range(20):
         keys = range(turn * 1_000, turn * 1_000 + 20_000)
         ceilings.asked("u1", "g", KeyBatch.from_ints(keys), 0, 0)
-    loop, gaps = asyncio.get_running_loop(), []
+    steps: list[float] = []
 
     async def watch() -> None:
-        last = loop.time()
+        # What others on the machine take is not counted.
+        last = time.thread_time()
         while True:
             await asyncio.sleep(0)
-            gaps.append(loop.time() - last)
-            last = loop.time()
+            steps.append(time.thread_time() - last)
+            last = time.thread_time()
 
     watcher = asyncio.create_task(watch())
     await ceilings.refresh()
+    await ceilings.save()
     watcher.cancel()
-    # The median: a busy machine stretches single ones.
-    assert len(gaps) > 300
-    assert sorted(gaps)[len(gaps) // 2] < limits.STEP_S_MAX
+    steps.sort()
+    assert len(steps) > 300
+    # Single ones meet the garbage collector, or cold caches.
+    assert steps[len(steps) * 9 // 10] < limits.STEP_S_MAX
 
 
 # ---- a restart -----------------------------------------------------------------------------------
