@@ -17,6 +17,7 @@ from typing import cast
 
 from kvcm.cache.api import UsageReport
 from kvcm.observability.ceiling import Ceilings
+from kvcm.observability.trace_events import TraceEvents
 from kvcm.reclaimer.repair import Repair
 from kvcm.reclaimer.repair_scope import RepairPorts
 from kvcm.reclaimer.space import SpaceControl
@@ -33,16 +34,21 @@ def documents() -> dict[Path, str]:
         ready=lambda: True,
         error_body=str.encode,
         usage=UsageReport,
-        metrics=lambda: b"",
+        metrics=_nothing,
         # Never run: only their routes are described.
         repair=Repair(cast(RepairPorts, None)),
         space=cast(SpaceControl, object()),
         ceilings=cast(Ceilings, object()),
+        events=cast(TraceEvents, object()),
     )
     return {
         API_DIR / "openapi.json": _text(build_app(META_TITLE, META, plain).openapi()),
         API_DIR / "openapi.admin.json": _text(build_app(ADMIN_TITLE, ADMIN, admin).openapi()),
     }
+
+
+async def _nothing() -> bytes:
+    return b""
 
 
 def _text(document: object) -> str:

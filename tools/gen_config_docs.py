@@ -41,7 +41,7 @@ MEANING = {
     "registry_url": "Where the registry is: `sqlite:///PATH`, or "
     "`postgresql://USER@HOST/DATABASE`, see "
     "[operations](operations.md#the-registry-in-postgresql). Default: `registry.db` in the data "
-    "folder.",
+    "data folder.",
     "registry_password": "Password for a `registry_url` that has none.",
     "registry_password_file": "File that holds it, for instance a mounted secret.",
     "registry_wait_s": "Seconds that a start waits for a registry database that is away. 0: not at "
@@ -85,6 +85,22 @@ MEANING = {
     "second; 0 turns it off. See [operations](operations.md#repair).",
     "ceiling.enabled": "Count what is asked for, to tell the best possible hit rate and why the "
     "rest is missed. See [operations](operations.md#is-the-hit-rate-as-good-as-it-can-be).",
+    "metrics.enabled": "Count blocks by group and instance, and time calls of the index store, for "
+    "`/metrics`; calls, space and storages are told in any case.",
+    "metrics.instances_max": "Instances with series of their own: those with most traffic. All "
+    'others of a group share the series `instance_id="other"`.',
+    "metrics.groups_max": 'Groups with series of their own; all others share `group="other"`.',
+    "metrics.silent_after_s": "An instance that neither looks up nor writes anything for so long "
+    "counts as silent.",
+    "trace_events.enabled": "Record lookups, write sessions and removals in files. See "
+    "[operations](operations.md#recording-and-following-what-happens).",
+    "trace_events.folder": "Folder of these files, made when missing. Default: `events` in the "
+    "data folder.",
+    "trace_events.sample": "Share of the instances that are recorded, chosen by their ids: always "
+    "the same ones, each with all it does.",
+    "trace_events.file_bytes_max": "Bytes, compressed. A file that has so many is followed by a "
+    "new one.",
+    "trace_events.files_max": "Files that are kept; a new one takes the place of the oldest.",
     "rocksdb.sync": "fsync every commit. See [operations](operations.md) for what it protects.",
     "rocksdb.cache_bytes": "Bytes of RocksDB's own block cache.",
 }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from kvcm.cache.api import CacheService
 from kvcm.core.clock import Clock
 from kvcm.core.errors import EntityNotExist, InvalidArgument, Unsupported
 from kvcm.core.types import AccountRole, StorageConfig, StorageType
 from kvcm.registry.registry import Registry
-from kvcm.server import logs, pb_entities
+from kvcm.server import logs, metrics_reply, pb_entities
 from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Call
 from kvcm.server.callstats import CallStats
@@ -51,7 +53,9 @@ class AdminService:
         clock: Clock,
         *,
         is_well: Callable[[], bool],
+        metrics: Callable[[], Iterable[Metric]],
     ) -> None:
+        self._metrics = metrics
         self._is_well = is_well
         self._registry = registry
         self._cache = cache
@@ -199,6 +203,7 @@ class AdminService:
             duration.metric_value.float_value = stats.mean_us
             for metric in (counter, duration):
                 metric.metric_tags.add(tag_key="api_name", tag_value=api)
+        await metrics_reply.fill(response, self._metrics())
 
     async def CheckHealth(self, call: AnyCall) -> None:
         call.response.is_leader = self._leadership.is_leader

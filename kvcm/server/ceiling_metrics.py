@@ -42,7 +42,7 @@ class CeilingMetrics(Collector):
 
 
 def _families(kind: str, scopes: Iterable[ScopeReport]) -> Iterable[Metric]:
-    labels = ["group", "window"] if kind == "group" else ["group", "instance", "window"]
+    labels = ["group", "window"] if kind == "group" else ["group", "instance_id", "window"]
     prefix = f"kvcm_{kind}_window"
     blocks = GaugeMetricFamily(
         f"{prefix}_blocks",

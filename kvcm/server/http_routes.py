@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +13,17 @@ from starlette.exceptions import HTTPException
 import kvcm
 from kvcm.cache.api import Usage, UsageReport
 from kvcm.observability.ceiling import Ceilings
+from kvcm.observability.trace_events import TraceEvents
 from kvcm.reclaimer.repair import Repair
 from kvcm.reclaimer.space import SpaceControl
-from kvcm.server import ceiling_routes, openapi, prometheus, repair_routes, space_routes
+from kvcm.server import (
+    ceiling_routes,
+    event_routes,
+    openapi,
+    prometheus,
+    repair_routes,
+    space_routes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +33,11 @@ class Sources:
     ready: Callable[[], bool]
     error_body: Callable[[str], bytes]
     usage: Callable[[], UsageReport] | None = None
-    metrics: Callable[[], bytes] | None = None
+    metrics: Callable[[], Awaitable[bytes]] | None = None
     repair: Repair | None = None
     space: SpaceControl | None = None
     ceilings: Ceilings | None = None
+    events: TraceEvents | None = None
 
 
 def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
@@ -55,12 +64,13 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
 
         @app.get("/metrics", summary="Prometheus metrics", response_class=Response)
         async def get_metrics() -> Response:
-            return Response(metrics(), media_type=prometheus.CONTENT_TYPE)
+            return Response(await metrics(), media_type=prometheus.CONTENT_TYPE)
 
     if sources.repair is not None:
         repair_routes.add(app, sources.repair)
     space_routes.add(app, sources.space)
     ceiling_routes.add(app, sources.ceilings)
+    event_routes.add(app, sources.events)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

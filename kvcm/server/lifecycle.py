@@ -20,24 +20,28 @@ from typing import Any
 from kvcm._pb import admin_pb2, meta_pb2
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import ConfigError, Unavailable
+from kvcm.observability.trace_events import TraceEvents
 from kvcm.registry.registry import Registry
-from kvcm.server import bootstrap, http_routes, prometheus, sockets, wiring
+from kvcm.server import bootstrap, http_routes, sockets, wiring
 from kvcm.server.admin_service import ANSWERED_BY_ALL, AdminService
 from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Context, Endpoint, endpoints_of
-from kvcm.server.callstats import CallStats
 from kvcm.server.ceiling_metrics import CeilingMetrics
 from kvcm.server.datadir import DataDir
 from kvcm.server.grpc_edge import GrpcListener, Services
 from kvcm.server.http_edge import HttpApi, HttpListener
+from kvcm.server.instruments import Instruments
 from kvcm.server.leadership import Leadership
+from kvcm.server.manager_metrics import ManagerMetrics
 from kvcm.server.meta_service import MetaService
+from kvcm.server.prometheus import Exporter
 from kvcm.server.repair_metrics import RepairMetrics
 from kvcm.server.settings import Settings
 from kvcm.server.space_metrics import SpaceMetrics
 from kvcm.server.storage_metrics import StorageMetrics
 from kvcm.server.store_watch import StoreWatch
 from kvcm.server.supervisor import Supervisor
+from kvcm.server.usage_metrics import UsageMetrics
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class Manager:
         self._undo: list[Callable[[], Awaitable[None]]] = []
         self._grpc: list[GrpcListener] = []
         self._http: list[HttpListener] = []
+        self._events: TraceEvents | None = None
         self._stopping = False
         self._led = asyncio.Event()
         self._refusal: ConfigError | None = None
@@ -108,6 +113,9 @@ class Manager:
         """Drain, within ``drain_s``, and stop. Idempotent."""
         self._stopping = True
         await self._set_ready(False)
+        if self._events is not None:
+            # A stream has no end to wait for.
+            await self._events.end_streams()
         drain_s = self.settings.drain_s
         await asyncio.gather(*(listener.stop(drain_s) for listener in self._listeners()))
         self._grpc.clear()
@@ -147,11 +155,17 @@ class Manager:
         registry.subscribe(backends.follow)
         await backends.open(registry.view, new=created)
 
-        cache = self._build_cache(settings, clock, registry, store, backends)
+        instruments = Instruments(settings.metrics, clock, lambda: registry.view)
+        timed = instruments.store(store)
+        cache = self._build_cache(settings, clock, registry, timed, backends)
+        if instruments.traffic is not None:
+            cache.watchers.append(instruments.traffic)
+        events = self._events = wiring.build_events(settings, clock, cache.watchers)
+        self._on_stop(events.close)
         self._on_stop(cache.close)
         await cache.open()
 
-        supervisor = Supervisor(clock)
+        supervisor = Supervisor(clock, instruments.rounds)
         self._on_stop(supervisor.stop)
 
         def store_opened() -> None:
@@ -166,8 +180,8 @@ class Manager:
             refused=self._store_refused,
         )
         await watch.open()
-        supervisor.start([backends, watch])
-        await self._listen(registry, cache, backends)
+        supervisor.start([backends, watch, events, *instruments.loops])
+        await self._listen(registry, cache, backends, instruments, events)
 
     async def _open_registry(self, registry: Registry) -> None:
         clock, wait_s = self._clock, self.settings.registry_wait_s
@@ -200,29 +214,29 @@ class Manager:
         return created
 
     async def _listen(
-        self, registry: Registry, cache: wiring.ManagedCache, backends: BackendSet
+        self,
+        registry: Registry,
+        cache: wiring.ManagedCache,
+        backends: BackendSet,
+        instruments: Instruments,
+        events: TraceEvents,
     ) -> None:
-        clock, stats = self._clock, CallStats()
+        clock, stats = self._clock, instruments.calls
         node_id = f"{socket.gethostname()}-{clock.random_bytes(4).hex()}"
         leadership = Leadership(clock, node_id)
         meta = MetaService(registry, cache, backends.available)
         self._on_stop(lambda: _at_most(meta.drained(), self.settings.drain_s))
+        self.metrics = self._exporter(cache, backends, leadership, instruments)
         admin = AdminService(
-            registry, cache, backends, meta, leadership, stats, clock, is_well=lambda: self.ready
+            *(registry, cache, backends, meta, leadership, stats, clock),
+            is_well=lambda: self.ready,
+            metrics=self.metrics.families,
         )
         context = Context(clock, stats, leadership.require)
         meta_calls = endpoints_of(context, META, meta_pb2, meta)
         admin_calls = endpoints_of(
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL
         )
-        repair = [RepairMetrics(cache.repair)] if cache.repair is not None else []
-        more = (
-            *repair,
-            SpaceMetrics(cache.space),
-            StorageMetrics(backends.statuses),
-            CeilingMetrics(cache.ceilings),
-        )
-        metrics = prometheus.exposition(stats, cache.usage, *more)
         rpc, admin_rpc = self._bind_grpc(meta_calls, admin_calls)
         http = self._bind_http(META_TITLE, META, meta_calls, self.settings.http_port)
         admin_http = self._bind_http(
@@ -231,15 +245,35 @@ class Manager:
             admin_calls,
             self.settings.admin_http_port,
             usage=partial(cache.usage, ahead=True),
-            metrics=metrics,
+            metrics=self.metrics.text,
             repair=cache.repair,
             space=cache.space,
             ceilings=cache.ceilings,
+            events=events,
         )
         self.ports = Ports(rpc, http, admin_rpc, admin_http)
         # Also what the gRPC health service says from the first call on.
         await self._set_ready(self.ready)
         await asyncio.gather(*(listener.start() for listener in self._listeners()))
+
+    def _exporter(
+        self,
+        cache: wiring.ManagedCache,
+        backends: BackendSet,
+        leadership: Leadership,
+        instruments: Instruments,
+    ) -> Exporter:
+        return Exporter(
+            [
+                ManagerMetrics(self._clock, lambda: self.ready, lambda: leadership.is_leader),
+                *instruments.collectors(),
+                UsageMetrics(cache.usage, instruments.traffic),
+                SpaceMetrics(cache.space),
+                StorageMetrics(backends.statuses, backends.probe_timings),
+                CeilingMetrics(cache.ceilings),
+                *([RepairMetrics(cache.repair)] if cache.repair is not None else []),
+            ]
+        )
 
     def _bind_grpc(
         self, meta_calls: Sequence[Endpoint], admin_calls: Sequence[Endpoint]

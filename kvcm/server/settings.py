@@ -98,6 +98,33 @@ class CeilingOptions(_Section):
     """Count what is asked for, to tell the best possible hit rate and why the rest is missed."""
 
 
+class TraceEventOptions(_Section):
+    """What happens to blocks, recorded in files."""
+
+    enabled: bool = False
+    folder: Path | None = None
+    """Default: ``events`` in the data directory."""
+    sample: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of the instances that are recorded, by the hash of their ids."""
+    file_bytes_max: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
+    """Compressed; a file that has so many is followed by a new one."""
+    files_max: int = Field(default=16, ge=1, le=10_000)
+    """The oldest ones beyond are removed."""
+
+
+class MetricsOptions(_Section):
+    """What ``/metrics`` and GetMetrics tell."""
+
+    enabled: bool = True
+    """Count blocks and time the index store; calls, space and storages are told in any case."""
+    instances_max: int = Field(default=50, ge=0, le=limits.METRICS_INSTANCES_MAX)
+    """Instances with series of their own: those with most traffic."""
+    groups_max: int = Field(default=100, ge=0, le=limits.METRICS_GROUPS_MAX)
+    """Groups with series of their own."""
+    silent_after_s: float = Field(default=900.0, gt=0, allow_inf_nan=False)
+    """An instance without lookups and writes for so long is silent."""
+
+
 class RocksDbOptions(_Section):
     """The embedded index store."""
 
@@ -155,8 +182,10 @@ class Settings(_Section):
     cache: CacheOptions = CacheOptions()
     deleting: DeletingOptions = DeletingOptions()
     repair: RepairOptions = RepairOptions()
+    metrics: MetricsOptions = MetricsOptions()
     ceiling: CeilingOptions = CeilingOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
+    trace_events: TraceEventOptions = TraceEventOptions()
 
     @model_validator(mode="before")
     @classmethod

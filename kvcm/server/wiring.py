@@ -12,10 +12,13 @@ from kvcm.cache.base import CacheSettings
 from kvcm.cache.manager import CacheManager
 from kvcm.core.clock import Clock
 from kvcm.core.errors import ConfigError
+from kvcm.metaindex.events import Watchers
 from kvcm.metaindex.store import KVStore
 from kvcm.metaindex.stores.memory import MemoryStore
 from kvcm.observability import ceiling_watch
 from kvcm.observability.ceiling import Ceilings
+from kvcm.observability.trace_events import TraceEvents
+from kvcm.observability.trace_files import TraceFiles
 from kvcm.reclaimer.base import DeleteOptions, Surroundings
 from kvcm.reclaimer.loops import build_loops
 from kvcm.reclaimer.repair import Repair, ScrubLoop
@@ -32,6 +35,8 @@ from kvcm.storage_backends.factory import build_backend
 
 CEILING_NAME = "ceiling.bin"
 """File of the data directory that keeps the hit-rate windows."""
+EVENTS_FOLDER = "events"
+"""Folder of the data directory where trace events are recorded unless another is set."""
 
 
 class ManagedCache(CacheService, Protocol):
@@ -40,6 +45,7 @@ class ManagedCache(CacheService, Protocol):
     loops: list[Loop]
     repair: Repair | None
     space: SpaceControl | None
+    watchers: Watchers
     ceilings: Ceilings | None
 
     async def open(self) -> None: ...
@@ -122,6 +128,20 @@ def build_backends(settings: Settings, clock: Clock) -> BackendSet:
         period_s=settings.probe_period_s,
         timeout_s=settings.probe_timeout_s,
     )
+
+
+def build_events(settings: Settings, clock: Clock, watchers: Watchers) -> TraceEvents:
+    """The events of what ``watchers`` are told, recorded as the settings say."""
+    options = settings.trace_events
+    files: TraceFiles | None = None
+    if options.enabled:
+        files = TraceFiles(
+            options.folder or settings.data_dir / EVENTS_FOLDER,
+            clock.now,
+            file_bytes_max=options.file_bytes_max,
+            files_max=options.files_max,
+        )
+    return TraceEvents(clock, watchers, files, options.sample)
 
 
 class Manager(CacheManager):

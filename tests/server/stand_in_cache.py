@@ -38,6 +38,7 @@ class StandInCache:
         self.repair: Any = None
         self.space: Any = None
         self.ceilings: Any = None
+        self.watchers: list[Any] = []
         self.requests: list[Any] = []
         self.abandoned: list[str] = []
         self.cancelled: list[str] = []

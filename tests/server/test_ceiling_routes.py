@@ -72,7 +72,7 @@ async def test_metrics_are_the_report_and_go_with_their_instance(ceilings: Ceili
 
     assert value("kvcm_group_window_hit_ratio", group="g", window="1h") == 0.2
     assert value("kvcm_group_window_blocks", group="g", window="24h") == 20
-    labels = {"group": "g", "instance": "i", "window": "24h"}
+    labels = {"group": "g", "instance_id": "i", "window": "24h"}
     assert value("kvcm_instance_window_ceiling_ratio", **labels) == pytest.approx(0.5, abs=1e-3)
     assert value("kvcm_instance_window_misses", cause="never_written", **labels) == 6
     assert value("kvcm_instance_window_misses", cause="evicted", **labels) == 0
