@@ -96,19 +96,34 @@ def unpack_keys(packed: bytes) -> bytes:
     ends = np.flatnonzero(data < 0x80)
     if len(ends) == 0 or ends[-1] != len(data) - 1:
         raise InvalidArgument("block_keys: the last varint does not end")
-    starts = np.empty_like(ends)
-    starts[0] = 0
-    starts[1:] = ends[:-1] + 1
-    lengths = ends - starts + 1
+    lengths = np.diff(ends, prepend=-1)
     if int(lengths.max()) > 10:
         raise InvalidArgument("block_keys: a varint is longer than 10 bytes")
-    values = np.zeros(len(ends), dtype=np.uint64)
-    for i in range(int(lengths.max())):
-        live = lengths > i
-        part = (data[starts[live] + i] & 0x7F).astype(np.uint64) << np.uint64(7 * i)
-        values[live] |= part
-    out: npt.NDArray[np.uint64] = values
-    return out.astype("<u8").tobytes()
+    starts = ends - lengths + 1
+    # Of each byte, where its seven bits belong.
+    shifts = np.arange(len(data), dtype=np.int64)
+    shifts -= np.repeat(starts, lengths)
+    shifts *= 7
+    parts = (data & 0x7F).astype(np.uint64)
+    parts <<= shifts.view(np.uint64)
+    values: npt.NDArray[np.uint64] = np.bitwise_or.reduceat(parts, starts)
+    return values.astype("<u8", copy=False).tobytes()
+
+
+def unpack_together(batches: Iterable[KeyBatch]) -> None:
+    """Decode packed batches at once: of small ones that is mostly fixed cost. Malformed ones are
+    left as they are."""
+    packed = [b for b in batches if b.form is KeyForm.PACKED and b.data and b.data[-1] < 0x80]
+    packed = [b for b in packed if b._array is None]
+    try:
+        raw = unpack_keys(b"".join([batch.data for batch in packed]))
+    except InvalidArgument:
+        return
+    at = 0
+    for batch in packed:
+        end = at + 8 * len(batch)
+        batch._array = array_of(raw[at:end])
+        at = end
 
 
 def array_of(raw: bytes) -> array[int]:

@@ -14,8 +14,10 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvcm.core.clock import Clock
+from kvcm.core.errors import InvalidArgument
+from kvcm.core.keys import unpack_together
 from kvcm.core.limits import TRACE_EVENT_QUEUE_BYTES_MAX
-from kvcm.metaindex.events import Event, Watchers
+from kvcm.metaindex.events import Event, LookedUp, Watchers
 from kvcm.metaindex.stores.common import Turn
 from kvcm.observability.event_stream import Encoded, EventStream, Subscriber
 from kvcm.observability.trace_files import TraceFiles
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 1 << 20
 _WAKE_BYTES = 1 << 20
+_SOME_BYTES = 1 << 14
+_CHOICES_MAX = 4096
 _GATHER_S = 0.01
 """Subscribers get what happened within so long in one piece."""
 
@@ -80,6 +84,7 @@ class TraceEvents:
         self._number = 0
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
+        self._chosen: dict[str, bool] = {}
         self._lines: list[bytes] = []
         self._lines_bytes = 0
         self._turn = asyncio.Lock()
@@ -92,7 +97,7 @@ class TraceEvents:
     def _watch(self, event: Event) -> None:
         instance_id = event.instance.instance_id
         kind = type_of(event)
-        recorded = self._files is not None and is_sampled(instance_id, self._sample)
+        recorded = self._is_recorded(instance_id)
         if not recorded and not self.stream.wants(instance_id, kind):
             return
         size = size_of(event)
@@ -105,6 +110,15 @@ class TraceEvents:
         self._queued_bytes += size
         if self.stream.subscribers or self._queued_bytes > _WAKE_BYTES:
             self.wakeup.set()
+
+    def _is_recorded(self, instance_id: str) -> bool:
+        chosen = self._chosen.get(instance_id)
+        if chosen is None:
+            if len(self._chosen) >= _CHOICES_MAX:
+                self._chosen.clear()
+            chosen = self._files is not None and is_sampled(instance_id, self._sample)
+            self._chosen[instance_id] = chosen
+        return chosen
 
     # ---- subscribers ---------------------------------------------------------------------------
 
@@ -136,20 +150,36 @@ class TraceEvents:
             await asyncio.wait([self._writing])
         turn = Turn(self._clock)
         while self._queue:
-            waiting = self._queue.popleft()
-            self._queued_bytes -= waiting.size
-            self._give(waiting)
+            # Without a break: a round that is cancelled in one would lose the rest of them.
+            for waiting in self._some():
+                self._give(waiting)
             if self._lines_bytes >= _FLUSH_BYTES:
                 await self._write()
             if turn.is_over():
                 await turn.give()
         await self._write()
 
+    def _some(self) -> list[_Waiting]:
+        """The next few of what waits, their keys decoded."""
+        taken: list[_Waiting] = []
+        size = 0
+        while self._queue and size < _SOME_BYTES:
+            taken.append(self._queue.popleft())
+            size += taken[-1].size
+        self._queued_bytes -= size
+        events = [w.event for w in taken]
+        unpack_together([e.batch for e in events if isinstance(e, LookedUp)])
+        return taken
+
     def _give(self, waiting: _Waiting) -> None:
         event, kind = waiting.event, waiting.kind
+        event_id = f"{self._run}-{self._number + 1}"
+        try:
+            data = encode(event, event_id, waiting.at_us)
+        except InvalidArgument:
+            # Keys that the lookup had no need to read are malformed.
+            return
         self._number += 1
-        event_id = f"{self._run}-{self._number}"
-        data = encode(event, event_id, waiting.at_us)
         self.stream.send(Encoded(event_id, event.instance.instance_id, kind, data))
         if waiting.recorded:
             self._lines += (data, b"\n")

@@ -17,7 +17,8 @@ import msgspec
 
 PREFIX = "events-"
 SUFFIX = ".jsonl.gz"
-_LEVEL = 6
+_LEVEL = 1
+"""Keys are chance: more effort takes seven times as long and gains 6 %."""
 _READ_BYTES = 1 << 16
 
 

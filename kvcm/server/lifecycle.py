@@ -28,6 +28,7 @@ from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Context, Endpoint, endpoints_of
 from kvcm.server.ceiling_metrics import CeilingMetrics
 from kvcm.server.datadir import DataDir
+from kvcm.server.event_metrics import EventMetrics
 from kvcm.server.grpc_edge import GrpcListener, Services
 from kvcm.server.http_edge import HttpApi, HttpListener
 from kvcm.server.instruments import Instruments
@@ -226,7 +227,7 @@ class Manager:
         leadership = Leadership(clock, node_id)
         meta = MetaService(registry, cache, backends.available)
         self._on_stop(lambda: _at_most(meta.drained(), self.settings.drain_s))
-        self.metrics = self._exporter(cache, backends, leadership, instruments)
+        self.metrics = self._exporter(cache, backends, leadership, instruments, events)
         admin = AdminService(
             *(registry, cache, backends, meta, leadership, stats, clock),
             is_well=lambda: self.ready,
@@ -262,6 +263,7 @@ class Manager:
         backends: BackendSet,
         leadership: Leadership,
         instruments: Instruments,
+        events: TraceEvents,
     ) -> Exporter:
         return Exporter(
             [
@@ -271,6 +273,7 @@ class Manager:
                 SpaceMetrics(cache.space),
                 StorageMetrics(backends.statuses, backends.probe_timings),
                 CeilingMetrics(cache.ceilings),
+                EventMetrics(events),
                 *([RepairMetrics(cache.repair)] if cache.repair is not None else []),
             ]
         )

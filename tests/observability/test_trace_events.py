@@ -11,7 +11,7 @@ import pytest
 
 from kvcm.core import limits
 from kvcm.core.errors import InvalidArgument, NotReady
-from kvcm.core.keys import KeyBatch
+from kvcm.core.keys import KeyBatch, pack_keys
 from kvcm.core.mask import BlockMask
 from kvcm.core.types import Instance, QueryType, ReclaimPolicy
 from kvcm.metaindex.events import (
@@ -44,11 +44,8 @@ def removed(name: str = "i1", *keys: int) -> BlocksRemoved:
     )
 
 
-def lookup(keys: list[int], mask: BlockMask | None = None) -> LookedUp:
-    batch = KeyBatch.from_ints(keys)
-    return LookedUp(
-        *(instance(), QueryType.PREFIX_MATCH, batch, None, mask, 0, batch, 0, len(keys), 1)
-    )
+def lookup_of(batch: KeyBatch) -> LookedUp:
+    return LookedUp(instance(), QueryType.PREFIX_MATCH, batch, None, None, 0, batch, 0, 1, 1)
 
 
 def events(folder: Path | None = None, sample: float = 1.0) -> tuple[TraceEvents, Watchers]:
@@ -324,6 +321,22 @@ async def test_a_cancelled_round_loses_nothing(tmp_path: Path) -> None:
     assert made.counts.recorded == 4
 
 
+async def test_packed_keys_of_many_lookups_are_recorded_and_malformed_ones_skipped(
+    tmp_path: Path,
+) -> None:
+    made, watchers = events(tmp_path)
+    asked = [[-1, i, 1 << 62] for i in range(100)]
+    for keys in asked:
+        packed = pack_keys(KeyBatch.from_ints(keys).data)[0]
+        watchers.tell(lookup_of(KeyBatch.from_packed(packed)))
+        watchers.tell(lookup_of(KeyBatch.from_packed(packed + b"\x80")))
+    watchers.tell(lookup_of(KeyBatch.from_packed(b"\x80" * 11 + b"\x01")))
+    await made.close()
+    found = recorded(tmp_path)
+    assert [e["keys"] for e in found] == asked
+    assert [e["id"].split("-")[1] for e in found] == [str(i + 1) for i in range(100)]
+
+
 async def test_a_long_event_is_bounded_by_its_keys() -> None:
-    short, long = lookup([1]), lookup(list(range(1_000)))
+    short, long = (lookup_of(KeyBatch.from_ints(range(n))) for n in (1, 1_000))
     assert size_of(long) - size_of(short) == 999 * 8
