@@ -120,7 +120,7 @@ def register(client: Client, group: str, instance: str) -> None:
 
 
 @pytest.mark.parametrize("name", AWAY)
-def test_a_storage_that_is_away_costs_its_own_hits_only_and_comes_back(
+def test_r60_a_storage_that_is_away_costs_its_own_hits_only_and_comes_back(
     rig: Rig, client: Client, name: str
 ) -> None:
     fault = AWAY[name]

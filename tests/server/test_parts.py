@@ -130,7 +130,7 @@ def view(*storages: StorageConfig) -> RegistryView:
     return RegistryView(1, "c" * 8, b"s" * 32, by_name, {}, {}, ())
 
 
-async def test_one_storage_that_does_not_open_keeps_no_other_from_serving() -> None:
+async def test_r63_one_storage_that_does_not_open_keeps_no_other_from_serving() -> None:
     storages = Storages()
     storages.broken = {"b"}
     await storages.set.open(view(storage("a"), storage("b")))

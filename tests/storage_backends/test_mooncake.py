@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 
@@ -209,6 +211,43 @@ async def test_a_full_store_is_read_and_not_written_until_there_is_room(
 
     await eventually(has_room)
     assert not any(await backend.exists([keys[i] for i in written], [1] * len(written)))
+
+
+@needs_mooncake
+async def test_what_others_put_unpinned_vanishes_and_is_missing_and_ours_stays(
+    store: Store, backend: MooncakeBackend, sdk: MooncakeSdk
+) -> None:
+    await eventually(lambda: takes_writes(backend))
+    size = 1 << 20
+    ours = [(uri, b"x" * 4096) for uri in uris(backend, 8)]
+    assert await sdk.put_many_async(ours) == [None] * 8
+    other = SpecSlots("other", size, 88)
+    place = backend.place(EXTENT, [other])
+    theirs = [o.name for o in backend.objects(place, EXTENT, [other])]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PUTS_UNPINNED, store[0].entry, *theirs),
+        stdout=DEVNULL,
+        stderr=DEVNULL,
+    )
+    assert await process.wait() == 0
+    gone = (await backend.exists(theirs, [size] * 88)).index(False)
+    (uri,) = backend.uris(place, EXTENT, other, gone, 1)
+    (answer,) = await sdk.get_many_async([(uri, None)])
+    assert isinstance(answer, StorageError)
+    assert answer.reason == "MISSING"
+    assert await sdk.get_many_async([(uri, None) for uri, _ in ours]) == [b"x" * 4096] * 8
+
+
+PUTS_UNPINNED = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+for key in sys.argv[2:]:
+    give_up = time.monotonic() + 10
+    while store.put(key, b"y" * (1 << 20)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+"""
 
 
 @needs_mooncake

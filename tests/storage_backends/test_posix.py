@@ -30,9 +30,11 @@ from kvcm.storage_backends import posix_tree
 from kvcm.storage_backends.base import DataStorageBackend, ExtentName, ProbeResult, SpecSlots
 from kvcm.storage_backends.factory import validate_config
 from kvcm.storage_backends.posix_names import (
+    Layout,
     check_keys_per_file,
     check_root,
     check_storage_name,
+    file_objects,
     spec_component,
 )
 from kvcm.storage_backends.threads import DaemonPool
@@ -594,6 +596,21 @@ async def test_probe_leaves_nothing_behind_and_notices_other_bytes(
     monkeypatch.setattr(posix_tree.os, "write", lambda fd, data: len(data))
     assert not (await backend.probe()).available
     assert os.listdir(tmp_path / "root") == [posix_tree.MARKER]
+
+
+def test_r58_a_million_files_of_an_instance_leave_no_folder_with_10_000() -> None:
+    """Most files, since each block has its own, and one-block extents beside long ones."""
+    layout = Layout("file", "s", "/r", 1)
+    names = [
+        found.name
+        for number, slots in enumerate([88] * 1_100 + [1] * 3_200)
+        for found in file_objects(
+            layout, ExtentName("c", "i", f"e{number}"), [SpecSlots("tp0", 8, slots)]
+        )
+    ]
+    assert len(names) == len(set(names)) == 100_000
+    folders = Counter(os.path.dirname(name) for name in names)
+    assert max(folders.values()) < 500
 
 
 async def test_a_probe_tells_what_is_free_for_users_without_privileges(
