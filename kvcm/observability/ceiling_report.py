@@ -21,6 +21,7 @@ _GAP_MIN = 0.02
 _MOST = 0.9
 _POLICY_SHARE = 0.1
 _SPACE_FACTOR_MAX = 4
+_DOUBLED_SHARE_MIN = 0.25
 
 
 class Help(StrEnum):
@@ -232,11 +233,20 @@ def _space_advice(lost: float, space: tuple[SpaceStep, ...], capacity: int | Non
     assert most is not None, "what was evicted has a place among the needs"
     gain = lost * most.hits / space[-1].hits
     needed = f"about {_gib(most.more_bytes)} more would have made {gain:.1%} of blocks hits"
-    if capacity and most.more_bytes > _SPACE_FACTOR_MAX * capacity:
-        return Advice(
-            Help.OTHER_POLICY,
-            f"other policy: {needed}, more than {_SPACE_FACTOR_MAX} times the capacity",
-        )
+    if capacity and most.more_bytes > capacity:
+        doubled = max((s.hits for s in space if s.more_bytes <= capacity), default=0)
+        share = doubled / space[-1].hits
+        if share >= _DOUBLED_SHARE_MIN:
+            return Advice(
+                Help.MORE_SPACE,
+                f"more space: twice the capacity would have made {lost * share:.1%} of blocks "
+                f"hits, {needed}",
+            )
+        if most.more_bytes > _SPACE_FACTOR_MAX * capacity:
+            return Advice(
+                Help.OTHER_POLICY,
+                f"other policy: {needed}, more than {_SPACE_FACTOR_MAX} times the capacity",
+            )
     if capacity and most.more_bytes < _POLICY_SHARE * capacity:
         return Advice(
             Help.MORE_SPACE,

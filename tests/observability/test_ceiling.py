@@ -8,6 +8,7 @@ import os
 import random
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -187,6 +188,42 @@ async def test_more_space_is_estimated_from_what_was_evicted_since() -> None:
     # Of space in between LRU would make nothing on a loop.
     most = next(s for s in found.space if s.hits >= 0.9 * 9 * 150)
     assert 50 * block <= most.more_bytes <= 1.5 * 50 * block
+
+
+async def test_the_estimate_of_space_is_what_a_larger_lru_cache_reaches() -> None:
+    chance, block = random.Random(8), 1 << 24
+    prompts = [int(chance.paretovariate(0.5)) for _ in range(1_500)]
+    keys = [[1_000 * prompt + i for i in range(20)] for prompt in prompts]
+
+    def replay(capacity: int, ceilings: Ceilings | None) -> int:
+        held: OrderedDict[int, None] = OrderedDict()
+        hits = 0
+        for asked in keys:
+            found = next((i for i, key in enumerate(asked) if key not in held), len(asked))
+            hits += found
+            new = [key for key in asked if key not in held]
+            # The ends of prefixes go first.
+            for key in reversed(asked):
+                held[key] = None
+                held.move_to_end(key)
+            gone = [held.popitem(last=False)[0] for _ in range(len(held) - capacity)]
+            if ceilings is not None:
+                ceilings.asked("u1", "g", KeyBatch.from_ints(asked), 0, found)
+                ceilings.became("u1", "g", KeyBatch.from_ints(new), Fate.HELD)
+                evicted = KeyBatch.from_ints(gone)
+                ceilings.became("u1", "g", evicted, Fate.EVICTED, block * len(gone))
+        return hits
+
+    # All of it happens within one second of the clock.
+    ceilings = _made(per_s_max=10**9)
+    hits = replay(400, ceilings)
+    found = await _window(ceilings)
+    assert found.hits == hits
+    for share in (0.3, 0.6, 0.9):
+        step = next(s for s in found.space if s.hits >= share * found.space[-1].hits)
+        reached = replay(400 + step.more_bytes // block, None)
+        assert abs(hits + step.hits - reached) < 0.03 * found.blocks
+        assert step.hits > 0.03 * found.blocks
 
 
 async def test_a_removed_instance_takes_its_windows_along() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcm.observability import tally
-from kvcm.observability.ceiling_report import CAUSE_NAMES, Help, advise, report
+from kvcm.observability.ceiling_report import CAUSE_NAMES, Help, SpaceStep, advise, report
 from kvcm.observability.tally import Cause
 from kvcm.observability.windows import Window
 
@@ -64,6 +64,16 @@ def test_the_largest_cause_that_can_be_avoided_decides(
     assert advice.help is help_
     assert text in advice.text
     assert "\n" not in advice.text
+
+
+@pytest.mark.parametrize(("near", "help_"), [(25, Help.MORE_SPACE), (24, Help.OTHER_POLICY)])
+def test_twice_the_capacity_is_advised_where_it_brings_much(near: int, help_: Help) -> None:
+    misses = dict.fromkeys(CAUSE_NAMES, 0) | {"evicted": 200}
+    space = (SpaceStep(GIB, near), SpaceStep(9 * GIB, 100))
+    advice = advise(1_000, misses, space, 2 * GIB)
+    assert advice.help is help_
+    assert "about 9.0 GiB more would have made 20.0% of blocks hits" in advice.text
+    assert ("twice the capacity would have made 5.0%" in advice.text) == (near == 25)
 
 
 def test_an_estimated_split_adds_up_to_the_exact_misses() -> None:
