@@ -14,6 +14,9 @@ from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.layout import live_blocks, live_bytes
 from kvcm.metaindex.records import Extent, State
 
+_QUERIES = {int(query): query for query in QueryType}
+"""Making one of a number takes far longer."""
+
 
 def looked_up(
     index: InstanceIndex,
@@ -30,7 +33,7 @@ def looked_up(
     index.shared.watchers.tell(
         LookedUp(
             index.instance,
-            QueryType(request.query),
+            _QUERIES[request.query],
             batch,
             request.token_ids,
             request.mask,

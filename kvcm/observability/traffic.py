@@ -56,23 +56,6 @@ class Asked:
     hit_tokens: int = 0
     ratios: float = 0.0
 
-    def count(self, blocks: int, hits: int, block_size: int) -> None:
-        """One lookup."""
-        if not blocks:
-            self.empty += 1
-            return
-        if hits >= blocks:
-            self.full += 1
-        elif hits:
-            self.partial += 1
-        else:
-            self.miss += 1
-        self.blocks += blocks
-        self.hits += hits
-        self.tokens += blocks * block_size
-        self.hit_tokens += hits * block_size
-        self.ratios += hits / blocks
-
 
 @dataclass(slots=True)
 class Counts:
@@ -94,10 +77,27 @@ class Counts:
     refused_blocks: Counter[str] = field(default_factory=Counter)
 
     def looked_up(self, event: LookedUp) -> None:
+        """Hot, and so in one piece."""
         asked = self.asked.get(event.query)
         if asked is None:
             asked = self.asked[event.query] = Asked()
-        asked.count(event.blocks, event.hits, event.instance.block_size)
+        blocks, hits = event.blocks, event.hits
+        if not blocks:
+            asked.empty += 1
+            return
+        if hits >= blocks:
+            asked.full += 1
+            asked.ratios += 1.0
+        elif hits:
+            asked.partial += 1
+            asked.ratios += hits / blocks
+        else:
+            asked.miss += 1
+        size = event.instance.block_size
+        asked.blocks += blocks
+        asked.tokens += blocks * size
+        asked.hits += hits
+        asked.hit_tokens += hits * size
 
     def started(self, event: WriteStarted) -> None:
         self.starts["blocks" if event.granted else "nothing"] += 1
@@ -137,6 +137,8 @@ class _Member:
     calls_seen: int = 0
     load: float = 0.0
     is_closed: bool = False
+    is_own: bool = False
+    """Its counts are."""
 
 
 _COUNT: Mapping[type, Callable[[Counts, Any], None]] = {
@@ -185,15 +187,20 @@ class Traffic:
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
-        kind = type(event)
         member = self._members.get(event.instance.uid)
         if member is None:
             # Its group may be new, too.
             self.refresh()
             member = self._members.get(event.instance.uid) or self._join(event.instance)
+        kind = type(event)
+        if kind is LookedUp and member.is_own:
+            # Nearly all of it.
+            member.calls += 1
+            member.counts.looked_up(event)  # type: ignore[arg-type]  # its type was just looked at
+            return
         if kind in _TRAFFIC:
             member.calls += 1
-            if len(self._own) < self._instances_max and event.instance.uid not in self._own:
+            if not member.is_own and len(self._own) < self._instances_max:
                 self._promote(member)
         if not isinstance(event, Cleared):
             _COUNT[kind](member.counts, event)
@@ -273,6 +280,7 @@ class Traffic:
         if member.is_closed or instance.instance_id == OTHER or group == OTHER:
             return
         self._own[instance.uid] = member
+        member.is_own = True
         member.counts = Counts(group, instance.instance_id)
 
     def _close(self, member: _Member) -> None:
@@ -282,10 +290,11 @@ class Traffic:
 
     def _demote(self, member: _Member) -> None:
         if self._own.pop(member.instance.uid, None) is not None:
+            member.is_own = False
             member.counts = self._others[self.group_label(member.instance.instance_group)]
 
     def _rank(self) -> None:
-        others = [m for m in self._members.values() if m.load and m.instance.uid not in self._own]
+        others = [m for m in self._members.values() if m.load and not m.is_own]
         others.sort(key=lambda member: member.load, reverse=True)
         for member in others:
             if len(self._own) >= self._instances_max:
@@ -310,6 +319,7 @@ class Traffic:
         for member in self._members.values():
             if member.instance.instance_group == group:
                 self._own.pop(member.instance.uid, None)
+                member.is_own = False
                 member.counts = counts
 
     def _warn(self, now: float) -> None:

@@ -41,13 +41,13 @@ _LOOKUPS: tuple[tuple[str, str, Callable[[Asked], float]], ...] = (
     ),
     (
         "kvcm_lookup_hit_blocks",
-        "Blocks of them that were answered. Divided by blocks asked for: the block-weighted hit "
-        "rate.",
+        "Blocks that lookups asked for and were answered. Divided by blocks asked for: the "
+        "block-weighted hit rate.",
         lambda asked: asked.hits,
     ),
     (
         "kvcm_lookup_missed_blocks",
-        "Blocks of them that were not answered.",
+        "Blocks that lookups asked for and were not answered.",
         lambda asked: asked.blocks - asked.hits,
     ),
     (
@@ -84,14 +84,17 @@ class TrafficMetrics(Collector):
         silent = self._traffic.silent(self._clock.monotonic())
         number = GaugeMetricFamily(
             "kvcm_silent_instances",
-            "Registered instances that neither look up nor write anything for some time.",
+            "Registered instances that have not looked up or written anything for "
+            "metrics.silent_after_s.",
             labels=["group"],
         )
         for group in self._traffic.groups():
             number.add_metric([group], sum(g == group for g, _ in silent))
         yield number
         longest = GaugeMetricFamily(
-            "kvcm_silent_instance", "1 for those of them that are silent longest.", labels=LABELS
+            "kvcm_silent_instance",
+            "1 for the silent instances that are so longest, metrics.instances_max of them.",
+            labels=LABELS,
         )
         for group, instance_id in silent[: self._silent_max]:
             longest.add_metric([group, instance_id], 1)
@@ -165,7 +168,7 @@ def _losses(counts: Iterable[Counts]) -> Iterable[Metric]:
         ),
         _Split(
             "kvcm_write_ended_bytes",
-            "Bytes of them.",
+            "Bytes of blocks whose write ended; outcomes as for the blocks.",
             "outcome",
             _ENDED,
             lambda found: found.ended_bytes,
@@ -179,15 +182,16 @@ def _losses(counts: Iterable[Counts]) -> Iterable[Metric]:
         ),
         _Split(
             "kvcm_removed_blocks",
-            "Blocks that stopped being served, by reason; evicted for room, older than a ttl "
-            "(aged), removed and trimmed by call, lost with their storage or instance, …",
+            "Blocks that stopped being served, by reason: evicted for room, older than a ttl "
+            "(aged), removed or trimmed by call, gone with their storage or instance, reported by "
+            "readers, found missing by repair (repaired), one place too many for a key (crowded).",
             "reason",
             _REMOVED,
             lambda found: found.removed_blocks,
         ),
         _Split(
             "kvcm_removed_bytes",
-            "Bytes of them.",
+            "Bytes of blocks that stopped being served; reasons as for the blocks.",
             "reason",
             _REMOVED,
             lambda found: found.removed_bytes,

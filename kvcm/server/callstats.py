@@ -33,9 +33,12 @@ def outcome_of(code: ErrorCode) -> str:
     return "failed" if code in _FAILED else "refused"
 
 
-def size_class(keys: int) -> str:
-    """The one of `SIZES` for so many keys."""
-    return SIZES[bisect_left(_KEYS, keys)]
+@dataclass(slots=True)
+class _Kind:
+    """Calls of one RPC, code and size class; kinds of one outcome share a histogram."""
+
+    durations: Histogram
+    calls: int = 0
 
 
 @dataclass(slots=True)
@@ -44,9 +47,16 @@ class ApiStats:
 
     calls: int = 0
     seconds: float = 0.0
-    codes: Counter[ErrorCode] = field(default_factory=Counter)
     timings: Timings = field(default_factory=Timings)
     """By outcome and size class."""
+    kinds: dict[tuple[ErrorCode, int], _Kind] = field(default_factory=dict)
+
+    def codes(self) -> Counter[ErrorCode]:
+        """Calls by code."""
+        counts: Counter[ErrorCode] = Counter()
+        for (code, _), kind in self.kinds.items():
+            counts[code] += kind.calls
+        return counts
 
     @property
     def mean_us(self) -> float:
@@ -67,8 +77,12 @@ class CallStats(Collector):
             stats = self._apis[api] = ApiStats()
         stats.calls += 1
         stats.seconds += seconds
-        stats.codes[code] += 1
-        stats.timings[outcome_of(code), size_class(keys)].observe(seconds)
+        key = code, bisect_left(_KEYS, keys)
+        kind = stats.kinds.get(key)
+        if kind is None:
+            kind = stats.kinds[key] = _Kind(stats.timings[outcome_of(code), SIZES[key[1]]])
+        kind.calls += 1
+        kind.durations.observe(seconds)
 
     def items(self) -> Iterator[tuple[str, ApiStats]]:
         """RPCs called so far, by name."""
@@ -80,7 +94,7 @@ class CallStats(Collector):
         )
         timings: dict[tuple[str, ...], Histogram] = {}
         for api, stats in self.items():
-            for code, count in sorted(stats.codes.items()):
+            for code, count in sorted(stats.codes().items()):
                 calls.add_metric([api, ErrorCode(code).name], count)
             timings.update({(api, *labels): h for labels, h in stats.timings.items()})
         yield calls

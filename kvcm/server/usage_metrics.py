@@ -124,10 +124,12 @@ def _present(
 
 def _read_cache(usage: ReadCacheUsage) -> Iterable[Metric]:
     yield GaugeMetricFamily(
-        "kvcm_read_cache_bytes", "Records and answers in memory.", usage.used_bytes
+        "kvcm_read_cache_bytes", "Bytes of records and answers in memory.", usage.used_bytes
     )
     yield GaugeMetricFamily(
-        "kvcm_read_cache_limit_bytes", "Bytes that they may take.", usage.limit_bytes
+        "kvcm_read_cache_limit_bytes",
+        "Bytes that records and answers in memory may take.",
+        usage.limit_bytes,
     )
     yield GaugeMetricFamily(
         "kvcm_read_cache_extents", "Extents that can be answered from memory.", usage.extents
@@ -137,14 +139,14 @@ def _read_cache(usage: ReadCacheUsage) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "kvcm_read_cache_misses",
-        "Extents that had to be read from the index store, for any call. 1 less their number for "
-        "each use: the hit rate.",
+        "Extents that had to be read from the index store, for any call. 1 - misses / uses is the "
+        "hit rate.",
         usage.read,
     )
 
 
 def _blocks(name: str, labels: Iterable[str], usages: Mapping[tuple[str, ...], Usage]) -> Metric:
-    family = GaugeMetricFamily(name, "Blocks by state.", labels=[*labels, "state"])
+    family = GaugeMetricFamily(name, "Blocks held, by state.", labels=[*labels, "state"])
     for key, usage in usages.items():
         for state in _BLOCK_STATES:
             family.add_metric([*key, state], getattr(usage, f"{state}_blocks"))
@@ -152,7 +154,7 @@ def _blocks(name: str, labels: Iterable[str], usages: Mapping[tuple[str, ...], U
 
 
 def _bytes(name: str, labels: Iterable[str], usages: Mapping[tuple[str, ...], Usage]) -> Metric:
-    family = GaugeMetricFamily(name, "Bytes by state.", labels=[*labels, "state"])
+    family = GaugeMetricFamily(name, "Bytes held, by state.", labels=[*labels, "state"])
     for key, usage in usages.items():
         for state in _STATES:
             family.add_metric([*key, state], getattr(usage, f"{state}_bytes"))
@@ -163,9 +165,9 @@ def _limits(prefix: str, label: str, usages: Mapping[str, Usage]) -> Iterable[Me
     """Gauges of limits; what has no limit, or no mark, has no sample."""
     texts = {
         "capacity": "Bytes that the limit allows.",
-        "effective": "Bytes that it could hold now; less than the capacity on full storages.",
+        "effective": "Bytes that could be held now; less than the capacity on full storages.",
         "high": "Bytes above which eviction begins.",
-        "low": "Bytes at which it stops.",
+        "low": "Bytes at which eviction stops.",
     }
     for name, text in texts.items():
         family = GaugeMetricFamily(f"{prefix}_{name}_bytes", text, labels=[label])
