@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 
 def ones(count: int) -> int:
@@ -18,6 +19,12 @@ def from_flags(flags: Sequence[bool]) -> int:
         return 0
     packed = np.packbits(np.asarray(flags, dtype=np.bool_), bitorder="little")
     return int.from_bytes(packed.tobytes(), "little")
+
+
+def to_flags(bits: int, count: int) -> npt.NDArray[np.bool_]:
+    """One flag for each of ``count`` positions."""
+    packed = np.frombuffer(bits.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
 
 
 def to_bytes(bits: int) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import msgspec
+import numpy as np
 
 from kvcm.core.keys import KeyBatch
 from kvcm.core.mask import BlockMask
@@ -174,7 +175,8 @@ def keys_at(raw: bytes, positions: int) -> bytes:
     """The raw keys at a set of positions."""
     if positions == bits.ones(len(raw) // 8):
         return raw
-    return b"".join([raw[8 * i : 8 * i + 8] for i in bits.positions(positions)])
+    keys = np.frombuffer(raw, dtype="<i8")
+    return keys[bits.to_flags(positions, len(keys))].tobytes()
 
 
 class Changed(msgspec.Struct, frozen=True):

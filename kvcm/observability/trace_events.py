@@ -21,13 +21,19 @@ from kvcm.metaindex.events import Event, LookedUp, Watchers
 from kvcm.metaindex.stores.common import Turn
 from kvcm.observability.event_stream import Encoded, EventStream, Subscriber
 from kvcm.observability.trace_files import TraceFiles
-from kvcm.observability.trace_form import encode, size_of, type_of
+from kvcm.observability.trace_form import (
+    STEP_BYTES,
+    encode,
+    number_steps,
+    numbers_of,
+    size_of,
+    type_of,
+)
 
 log = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 1 << 20
 _WAKE_BYTES = 1 << 20
-_SOME_BYTES = 1 << 14
 _CHOICES_MAX = 4096
 _GATHER_S = 0.01
 """Subscribers get what happened within so long in one piece."""
@@ -96,8 +102,10 @@ class TraceEvents:
 
     def _watch(self, event: Event) -> None:
         instance_id = event.instance.instance_id
-        kind = type_of(event)
         recorded = self._is_recorded(instance_id)
+        if not recorded and not self.stream.subscribers:
+            return
+        kind = type_of(event)
         if not recorded and not self.stream.wants(instance_id, kind):
             return
         size = size_of(event)
@@ -150,36 +158,49 @@ class TraceEvents:
             await asyncio.wait([self._writing])
         turn = Turn(self._clock)
         while self._queue:
-            # Without a break: a round that is cancelled in one would lose the rest of them.
-            for waiting in self._some():
-                self._give(waiting)
+            some = self._some()
+            try:
+                while some:
+                    await self._give(some[0], turn)
+                    some.popleft()
+            finally:
+                # Cancelled: the next round goes on.
+                self._queue.extendleft(reversed(some))
+                self._queued_bytes += sum(waiting.size for waiting in some)
             if self._lines_bytes >= _FLUSH_BYTES:
                 await self._write()
-            if turn.is_over():
-                await turn.give()
         await self._write()
 
-    def _some(self) -> list[_Waiting]:
-        """The next few of what waits, their keys decoded."""
-        taken: list[_Waiting] = []
+    def _some(self) -> deque[_Waiting]:
+        """The next few of what waits; keys of small ones are decoded."""
+        taken: deque[_Waiting] = deque()
         size = 0
-        while self._queue and size < _SOME_BYTES:
+        while self._queue and size < STEP_BYTES:
             taken.append(self._queue.popleft())
             size += taken[-1].size
         self._queued_bytes -= size
-        events = [w.event for w in taken]
-        unpack_together([e.batch for e in events if isinstance(e, LookedUp)])
+        batches = [w.event.batch for w in taken if isinstance(w.event, LookedUp)]
+        unpack_together([batch for batch in batches if len(batch.data) <= STEP_BYTES])
         return taken
 
-    def _give(self, waiting: _Waiting) -> None:
+    async def _give(self, waiting: _Waiting, turn: Turn) -> None:
+        """Does nothing when cancelled."""
         event, kind = waiting.event, waiting.kind
-        event_id = f"{self._run}-{self._number + 1}"
+        numbers: dict[str, bytes] = {}
         try:
-            data = encode(event, event_id, waiting.at_us)
+            for name, batch in numbers_of(event).items():
+                steps: list[bytes] = []
+                for step in number_steps(batch):
+                    steps.append(step)
+                    if turn.is_over():
+                        await turn.give()
+                numbers[name] = b",".join(steps)
         except InvalidArgument:
             # Keys that the lookup had no need to read are malformed.
             return
         self._number += 1
+        event_id = f"{self._run}-{self._number}"
+        data = encode(event, event_id, waiting.at_us, numbers)
         self.stream.send(Encoded(event_id, event.instance.instance_id, kind, data))
         if waiting.recorded:
             self._lines += (data, b"\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from kvcm.core.keys import KeyBatch, array_of
+from kvcm.core.keys import KeyBatch, KeyForm, array_of
 from kvcm.core.mask import BlockMask
 from kvcm.metaindex import bits
 from kvcm.metaindex.events import (
@@ -32,6 +33,8 @@ TYPES = (LOOKUP, START, REFUSED, FINISH, RECLAIM, REMOVE, TRIM)
 """All types, in the order of docs/protocol.md."""
 
 _RECLAIMED = (Reason.EVICTED, Reason.AGED)
+STEP_BYTES = 1 << 14
+"""Of keys that are encoded at once."""
 _EVENT_BYTES = 512
 """What an event takes beside its keys, about."""
 
@@ -65,11 +68,46 @@ def size_of(event: Event) -> int:
     return size
 
 
-def encode(event: Event, event_id: str, at_us: int) -> bytes:
+def numbers_of(event: Event) -> dict[str, KeyBatch]:
+    """The fields that are long arrays of integers."""
+    if isinstance(event, Cleared):
+        return {}
+    if isinstance(event, LookedUp):
+        keys = event.batch
+    elif isinstance(event, WriteStarted):
+        keys = KeyBatch(KeyForm.RAW, event.asked)
+    elif isinstance(event, WriteFinished):
+        published = keys_at(event.keys, event.published) if event.keys else b""
+        keys = KeyBatch(KeyForm.RAW, published)
+    else:
+        keys = KeyBatch(KeyForm.RAW, event.keys)
+    if not isinstance(event, LookedUp | WriteStarted):
+        return {"keys": keys}
+    return {"keys": keys, "tokens": event.tokens or KeyBatch(KeyForm.RAW, b"")}
+
+
+def number_steps(batch: KeyBatch) -> Iterator[bytes]:
+    """The JSON of an array's elements, joined with commas, below a millisecond each.
+
+    Raises:
+        InvalidArgument: malformed varints.
+    """
+    if len(batch.data) <= STEP_BYTES:
+        if batch.data:
+            yield msgspec.json.encode(batch.array().tolist())[1:-1]
+        return
+    at = 0
+    while at < len(batch.data):
+        raw, at = batch.piece(at, STEP_BYTES // 10)
+        yield msgspec.json.encode(array_of(raw).tolist())[1:-1]
+
+
+def encode(event: Event, event_id: str, at_us: int, numbers: Mapping[str, bytes]) -> bytes:
     """The JSON of an event on one line, without its end.
 
     Args:
         at_us: when it happened, in epoch microseconds.
+        numbers: the elements of its ``numbers_of`` fields, as `number_steps` makes them.
     """
     instance = event.instance
     kind = type_of(event)
@@ -82,15 +120,14 @@ def encode(event: Event, event_id: str, at_us: int) -> bytes:
         "instance_group": instance.instance_group,
         "block_size": instance.block_size,
     }
-    return msgspec.json.encode(common | _fields(event))
+    arrays = {name: msgspec.Raw(b"[%b]" % elements) for name, elements in numbers.items()}
+    return msgspec.json.encode(common | arrays | _fields(event))
 
 
 def _fields(event: Event) -> dict[str, Any]:
     if isinstance(event, LookedUp):
         return {
             "query_type": f"QT_{event.query.name}",
-            "keys": _keys(event.batch.raw()),
-            "tokens": _tokens(event.tokens),
             "block_mask": _mask(event.mask),
             "sw_size": event.sw_size,
             "asked_blocks": event.blocks,
@@ -99,8 +136,6 @@ def _fields(event: Event) -> dict[str, Any]:
     if isinstance(event, WriteStarted):
         return {
             "write_session_id": event.session_id,
-            "keys": _keys(event.asked),
-            "tokens": _tokens(event.tokens),
             "block_mask": _mask(event.mask),
             "granted_blocks": len(event.granted) // 8,
             "bytes": event.size,
@@ -108,7 +143,6 @@ def _fields(event: Event) -> dict[str, Any]:
         }
     if isinstance(event, WriteRefused):
         return {
-            "keys": _keys(event.keys),
             "reason": event.reason,
             "is_whole": event.whole,
             "storage": event.storage,
@@ -117,7 +151,6 @@ def _fields(event: Event) -> dict[str, Any]:
         return _finished(event)
     if isinstance(event, BlocksRemoved):
         return {
-            "keys": _keys(event.keys),
             "blocks": event.blocks,
             "bytes": event.size,
             "reason": event.reason.name.lower(),
@@ -132,7 +165,6 @@ def _finished(event: WriteFinished) -> dict[str, Any]:
     return {
         "write_session_id": event.session_id,
         "success_block": _mask(_positions(event.success, event.count)),
-        "keys": _keys(keys_at(event.keys, event.published)) if event.keys else [],
         "published_blocks": event.published.bit_count(),
         "bytes": event.published_size,
         "reason": event.how.name.lower(),
@@ -144,15 +176,7 @@ def _positions(positions: int, count: int) -> BlockMask:
     ones = positions.bit_count()
     if positions == bits.ones(ones):
         return BlockMask(offset=ones)
-    return BlockMask(values=[bool(positions >> i & 1) for i in range(count)])
-
-
-def _keys(raw: bytes) -> list[int]:
-    return array_of(raw).tolist()
-
-
-def _tokens(tokens: KeyBatch | None) -> list[int]:
-    return [] if tokens is None else tokens.array().tolist()
+    return BlockMask(values=bits.to_flags(positions, count).tolist())
 
 
 def _mask(mask: BlockMask | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvcm.observability import trace_files
 from kvcm.observability.event_stream import Subscriber
 from kvcm.observability.trace_events import TraceEvents, is_sampled
 from kvcm.observability.trace_files import TraceFiles
-from kvcm.observability.trace_form import TYPES, encode, size_of, type_of
+from kvcm.observability.trace_form import TYPES, encode, number_steps, numbers_of, size_of, type_of
 from kvcm.testing.clock import SimClock
 
 
@@ -46,6 +46,11 @@ def removed(name: str = "i1", *keys: int) -> BlocksRemoved:
 
 def lookup_of(batch: KeyBatch) -> LookedUp:
     return LookedUp(instance(), QueryType.PREFIX_MATCH, batch, None, None, 0, batch, 0, 1, 1)
+
+
+def encoded(event: Event, event_id: str, at_us: int) -> bytes:
+    numbers = {k: b",".join(number_steps(batch)) for k, batch in numbers_of(event).items()}
+    return encode(event, event_id, at_us, numbers)
 
 
 def events(folder: Path | None = None, sample: float = 1.0) -> tuple[TraceEvents, Watchers]:
@@ -142,7 +147,7 @@ def test_every_kind_of_event_has_its_form() -> None:
         kind = type_of(event)
         component = "reclaimer" if kind == "CacheReclaimSubmit" else "cache"
         expected = {**common, "component": component, "type": kind, **fields}
-        assert json.loads(encode(event, "e", 5)) == expected
+        assert json.loads(encoded(event, "e", 5)) == expected
 
 
 def test_the_sample_of_instances_is_always_the_same_and_grows_with_its_share() -> None:
@@ -251,7 +256,7 @@ async def test_a_subscriber_that_does_not_read_loses_events_is_told_and_holds_up
 ) -> None:
     made, watchers = events()
     slow, quick = made.subscribe([], []), made.subscribe([], [])
-    size = len(encode(removed("i1", 1), f"{made._run}-1", int(made._clock.now() * 1e6)))
+    size = len(encoded(removed("i1", 1), f"{made._run}-1", int(made._clock.now() * 1e6)))
     monkeypatch.setattr("kvcm.observability.event_stream.SUBSCRIBER_QUEUE_BYTES_MAX", 3 * size)
     for i in range(1, 6):
         watchers.tell(removed("i1", i))
@@ -335,6 +340,40 @@ async def test_packed_keys_of_many_lookups_are_recorded_and_malformed_ones_skipp
     found = recorded(tmp_path)
     assert [e["keys"] for e in found] == asked
     assert [e["id"].split("-")[1] for e in found] == [str(i + 1) for i in range(100)]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+async def test_a_long_event_is_encoded_in_steps_and_whole(tmp_path: Path, is_packed: bool) -> None:
+    made, watchers = events(tmp_path)
+    keys = [i * 0x9E3779B97F4A7C15 % (1 << 64) - (1 << 63) for i in range(20_000)]
+    batch = KeyBatch.from_ints(keys)
+    if is_packed:
+        batch = KeyBatch.from_packed(pack_keys(batch.data)[0])
+    assert len(list(number_steps(batch))) > 9
+    watchers.tell(lookup_of(batch))
+    watchers.tell(lookup_of(KeyBatch.from_ints([])))
+    await made.close()
+    assert [e["keys"] for e in recorded(tmp_path)] == [keys, []]
+
+
+async def test_a_round_that_is_cancelled_within_an_event_gives_it_again(tmp_path: Path) -> None:
+    made, watchers = events(tmp_path)
+    clock = made._clock
+    assert isinstance(clock, SimClock)
+    # Every look at the clock finds the turn over.
+    clock.monotonic = iter(float(i) for i in range(10_000)).__next__  # type: ignore[method-assign]
+    keys = list(range(20_000))
+    watchers.tell(removed("i1", 1))
+    watchers.tell(lookup_of(KeyBatch.from_ints(keys)))
+    running = asyncio.ensure_future(made.run_once(0))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(made._queue) == 1
+    await made.close()
+    assert [e["keys"] for e in recorded(tmp_path)] == [[1], keys]
+    assert made._queued_bytes == 0
 
 
 async def test_a_long_event_is_bounded_by_its_keys() -> None:
