@@ -130,6 +130,12 @@ def test_wrong_values_name_key_and_source(
     [
         ("cache.room_wait_s", limits.ROOM_WAIT_S_MAX, limits.ROOM_WAIT_S_MAX + 0.001),
         ("cache.shards_max", limits.SHARDS_MAX, 2 * limits.SHARDS_MAX),
+        (
+            "metrics.instances_max",
+            limits.METRICS_INSTANCES_MAX,
+            limits.METRICS_INSTANCES_MAX + 1,
+        ),
+        ("metrics.groups_max", limits.METRICS_GROUPS_MAX, limits.METRICS_GROUPS_MAX + 1),
         ("repair.scrub_per_second", limits.SCRUB_PER_SECOND_MAX, limits.SCRUB_PER_SECOND_MAX + 1),
     ],
 )
