@@ -203,6 +203,30 @@ def test_every_counter_moves_by_what_happened_and_rests_when_nothing_does(script
     assert not [s for s in script.scrape() if ("instance_id", "i") in s[1]]
 
 
+def test_instances_that_come_and_go_leave_no_series_behind(script: Script) -> None:
+    """More of them than have series of their own."""
+    _come_and_go(script, "first")
+    script.register("stays", "roomy")
+    script.write("stays", [1, 2])
+    assert script.lookup("stays", [1, 2]) == 2
+    before = _series(script)
+    for i in range(12):
+        _come_and_go(script, f"i{i}")
+    eventually_sync(lambda: _series(script) == before, timeout=PATIENCE_S)
+
+
+def _come_and_go(script: Script, instance: str) -> None:
+    script.register(instance, "roomy")
+    script.write(instance, [1, 2])
+    assert script.lookup(instance, [1, 2]) == 2
+    script.post("removeInstance", admin=True, instance_group="roomy", instance_id=instance)
+
+
+def _series(script: Script) -> set[Sample]:
+    """But for operations of the index store, which are as many as there are."""
+    return {s for s in script.scrape() if not s[0].startswith("kvcm_store_call_seconds")}
+
+
 def _play(script: Script) -> None:
     eight = list(range(1, 9))
     script.write("i", eight)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcm.core.keys import KeyBatch
 from kvcm.core.types import Instance, QueryType, ReclaimPolicy
-from kvcm.metaindex.events import BlocksRemoved, Cleared, LookedUp, Reason
+from kvcm.metaindex.events import BlocksRemoved, Cleared, LookedUp, Reason, WriteFinished
 from kvcm.observability.traffic import OTHER, Counts, Traffic
 from kvcm.observability.traffic_metrics import TrafficMetrics
 from kvcm.testing.clock import SimClock
@@ -99,6 +99,33 @@ def test_whoever_has_no_counts_of_its_own_counts_among_the_others() -> None:
     assert full(site.counts("a")) == full(site.counts("b")) == 1
     assert site.counts("c") is None
     assert full(site.counts(OTHER)) == 2
+
+
+def test_what_a_session_held_is_counted_by_how_it_ended() -> None:
+    site = Site()
+    instance = site.register("a")
+    site.lookup(instance)
+
+    def end(how: Reason, success: int, published: int) -> None:
+        held, failed = 0b1111, 0b1111 & ~success
+        site.traffic(
+            WriteFinished(
+                *(instance, "s", how, b"", 4, held, success, published),
+                *(40, 10 * published.bit_count(), 10 * failed.bit_count(), "disk"),
+            )
+        )
+
+    end(Reason.FINISHED, 0b0111, 0b0111)
+    end(Reason.EXPIRED, 0, 0)
+    end(Reason.ABANDONED, 0, 0)
+    end(Reason.TRIMMED, 0, 0)
+    counts = site.counts("a")
+    assert counts is not None
+    assert counts.ends == {"finished": 1, "expired": 1, "abandoned": 1, "cancelled": 1}
+    lost = {"expired": 4, "abandoned": 4, "cancelled": 4}
+    assert counts.ended_blocks == {"finished": 3, "failed": 1, **lost}
+    lost_bytes = {"expired": 40, "abandoned": 40, "cancelled": 40}
+    assert counts.ended_bytes == {"finished": 30, "failed": 10, **lost_bytes}
 
 
 async def test_more_traffic_wins_counts_of_its_own_and_what_is_shown_never_goes_back() -> None:
