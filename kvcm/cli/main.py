@@ -29,6 +29,7 @@ COMMANDS = {
     "config": Lazy("kvcm.cli.config", "Print the effective settings."),
     "demo": Lazy("kvcm.cli.demo", "Start a manager and replay a sample workload against it."),
     "admin": Lazy("kvcm.cli.admin", "Storages, groups, instances, usage, from the shell."),
+    "top": Lazy("kvcm.cli.top", "Watch a manager: hit rates, space, storages, live."),
     "registry": Lazy("kvcm.cli.registry", "The registry's database: schema, move."),
     "index": Lazy("kvcm.cli.index", "Move the block index of a stopped manager."),
     "replay": Lazy("kvcm.cli.replay", "Drive a manager with a request trace."),

@@ -91,7 +91,10 @@ def build_app(title: str, service: Any, sources: Sources) -> FastAPI:
 def usage_document(report: UsageReport) -> dict[str, Any]:
     """The JSON of ``/v1/usage``; bytes and blocks."""
     return {
-        "instances": _usages(report.instances),
+        "instances": {
+            name: {"group": report.owners.get(name, ""), **usage}
+            for name, usage in _usages(report.instances).items()
+        },
         "groups": _usages(report.groups),
         "storages": _usages(report.storages),
         "group_types": [
