@@ -13,6 +13,7 @@ from kvcm.core.errors import InvalidArgument, NotReady
 from kvcm.core.limits import EVENT_FILTER_VALUES_MAX
 from kvcm.observability.event_stream import Subscriber
 from kvcm.observability.trace_events import TraceEvents
+from kvcm.server.http_edge import ABORT
 
 HEARTBEAT_S = 10.0
 SEND_S_MAX = 30.0
@@ -82,6 +83,12 @@ class _EventStreamResponse(Response):
             if self._subscriber.closed.is_set() and not left.done():
                 # What was sent already may go out; the end of the stream is the last of it.
                 await asyncio.wait((pump, left), timeout=_LAST_SEND_S)
+            if pump.done() and not isinstance(pump.exception(), TimeoutError):
+                pump.result()
+            elif not left.done():
+                # It takes nothing: whatever is still to be sent would keep the connection open.
+                scope["extensions"][ABORT][ABORT]()
+                await asyncio.wait([left], timeout=_LAST_SEND_S)
         finally:
             for task in tasks:
                 task.cancel()

@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvcm.cache.api import WireForm
 from kvcm.core.clock import Clock
@@ -21,6 +22,8 @@ from kvcm.server.calls import Endpoint, Reply, fill_header
 log = logging.getLogger(__name__)
 
 API_PREFIX = "/api/"
+ABORT = "kvcm.abort"
+"""ASGI extension: call its member of the same name to end a connection at once."""
 _JSON = (b"content-type", b"application/json")
 
 
@@ -186,6 +189,14 @@ async def _send(
     await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
+class _Protocol(HttpToolsProtocol):
+    """A connection that an application can end though its client takes nothing."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {ABORT: self.transport.abort}}
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -215,7 +226,7 @@ class HttpListener:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

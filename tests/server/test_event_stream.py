@@ -248,6 +248,11 @@ class InProcess:
         return self.manager._events.stream.dropped
 
     @property
+    def connections(self) -> int:
+        """Of the admin port."""
+        return len(self.manager._http[-1]._server.server_state.connections)
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.manager.ports.admin_http}/v1/events"
 
@@ -377,7 +382,7 @@ async def test_a_stalled_subscriber_loses_events_and_delays_nobody(
 
 
 async def test_a_subscriber_that_takes_nothing_is_let_go(
-    manager: InProcess, monkeypatch: pytest.MonkeyPatch
+    manager: InProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_routes, "SEND_S_MAX", 0.2)
     keys = list(range(1 << 40, (1 << 40) + 10_000))
@@ -386,13 +391,18 @@ async def test_a_subscriber_that_takes_nothing_is_let_go(
         async with asyncio.timeout(TIMEOUT_S):
             while manager.subscribers:
                 await manager.lookup("i", keys)
+        await eventually(lambda: manager.connections == 0)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_a_manager_that_stops_ends_its_streams_at_once(manager: InProcess) -> None:
+async def test_a_manager_that_stops_ends_its_streams_at_once(
+    manager: InProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvcm.observability.event_stream.SUBSCRIBER_QUEUE_BYTES_MAX", 1 << 18)
     keys = list(range(1 << 40, (1 << 40) + 10_000))
     with manager.stalled():
         await eventually(lambda: manager.subscribers == 1)
-        for _ in range(20):
+        while not manager.dropped:
             await manager.lookup("i", keys)
         async with manager.stream() as events:
             # A drain lasts a minute here.
@@ -400,3 +410,4 @@ async def test_a_manager_that_stops_ends_its_streams_at_once(manager: InProcess)
                 await manager.manager.stop()
             assert [event async for event in events] == []
     assert manager.subscribers == 0
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
