@@ -16,7 +16,7 @@ from kvcm.core.limits import CEILING_GROUPS_MAX, CEILING_INSTANCES_MAX
 from kvcm.observability import ceiling_file, ceiling_report, tally
 from kvcm.observability.causes import Fate, Sample, SavedKeys
 from kvcm.observability.ceiling_report import CeilingReport, ScopeReport
-from kvcm.observability.distinct import Hashes, Marks, hashes
+from kvcm.observability.distinct import Hashes, hashes, integers
 from kvcm.observability.tally import Cause
 from kvcm.observability.windows import SECONDS, Windows
 
@@ -108,10 +108,10 @@ class Counts:
     def asked(self, uid: str, asked: Slice, now_s: float) -> None:
         """Count lookups of one instance."""
         values = hashes(b"".join(asked.raw), seed_of(uid))
-        marks = Marks(values)
+        keys = integers(values)
         into = list(self._windows(uid, asked.group, now_s))
         for windows in into:
-            windows.add(marks)
+            windows.add(keys)
             windows.counts[tally.REQUESTS] += asked.requests
             windows.counts[tally.BLOCKS] += len(values)
             windows.counts[tally.HITS] += asked.hits

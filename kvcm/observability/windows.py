@@ -8,7 +8,7 @@ more. What is over is kept compressed; all of the day, at the most keys, takes l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvcm.core.errors import InvalidArgument
 from kvcm.observability import tally
-from kvcm.observability.distinct import Distinct, Marks
+from kvcm.observability.distinct import Distinct
 from kvcm.observability.tally import Vector
 
 SLOT_S = 300
@@ -101,9 +101,9 @@ class Windows:
         self._sums = {name: _Sum() for name in SECONDS}
         self._stale = False
 
-    def add(self, marks: Marks) -> None:
-        """Add keys that were asked for."""
-        self._keys.add(marks)
+    def add(self, keys: Iterable[int]) -> None:
+        """Add keys that were asked for, as `kvcm.observability.distinct.integers` gives them."""
+        self._keys.add(keys)
 
     def due(self, now_s: float) -> bool:
         """The current slot is over."""
@@ -161,14 +161,13 @@ class Windows:
     def window(self, name: str, now_s: float) -> Window:
         """One of ``SECONDS``."""
         past = self._sums[name]
-        keys = past.keys.copy()
-        keys.merge(self._keys)
+        distinct = past.keys.count_with(self._keys)
         if name == DAY:
             first_s = (self._slot // SLOTS_PER_HOUR - HOURS) * SLOTS_PER_HOUR * SLOT_S
         else:
             first_s = (self._slot - _SLOTS[name]) * SLOT_S
         covered_s = max(0.0, now_s - max(first_s, self.began_s))
-        return Window(name, covered_s, past.counts + self.counts, keys.count())
+        return Window(name, covered_s, past.counts + self.counts, distinct)
 
     def save(self) -> Saved:
         """For a file."""

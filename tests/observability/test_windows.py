@@ -9,7 +9,7 @@ import pytest
 
 from kvcm.core.errors import InvalidArgument
 from kvcm.observability import tally
-from kvcm.observability.distinct import Marks, hashes
+from kvcm.observability.distinct import hashes, integers
 from kvcm.observability.windows import DAY, HOUR, QUARTER, SECONDS, SLOT_S, Windows
 
 START_S = 277_778 * 3_600.0
@@ -17,7 +17,7 @@ START_S = 277_778 * 3_600.0
 
 def _ask(windows: Windows, keys: range, now_s: float) -> None:
     _rotate(windows, now_s)
-    windows.add(Marks(hashes(np.array(keys, dtype="<i8").tobytes(), 0)))
+    windows.add(integers(hashes(np.array(keys, dtype="<i8").tobytes(), 0)))
     windows.counts[tally.REQUESTS] += 1
     windows.counts[tally.BLOCKS] += len(keys)
 
