@@ -53,9 +53,14 @@ def parse_storage(text: str) -> Wanted:
         )
     try:
         parts = urlsplit(f"//{match[3]}")
-        more = dict(parse_qsl(parts.query, keep_blank_values=True))
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
         raise InvalidArgument(f"storage {text!r}: {error}") from error
+    if "#" in match[3]:
+        raise InvalidArgument(f"storage {text!r}: '#' cannot be part of a path or a field")
+    more = dict(pairs)
+    if len(more) < len(pairs):
+        raise InvalidArgument(f"storage {text!r}: a field is given twice")
     fields: dict[str, Any] = {
         name: int(value) if value.isdecimal() else value for name, value in more.items()
     }

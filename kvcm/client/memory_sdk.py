@@ -1,6 +1,6 @@
 """Blocks in this process's own memory: storages of type ``memory``, for tests and demos.
 
-It reaches what a manager in the *same process* serves; elsewhere every block is missing.
+It reaches what a manager in the *same process* serves; elsewhere every block is unsupported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcm.client.transfer import MISSING, TRUNCATED, GetResult, PutResult, TransferSdk, view_of
-from kvcm.core.errors import InvalidArgument, KvcmError, StorageError
-from kvcm.core.memory import pool_of
+from kvcm.core.errors import InvalidArgument, KvcmError, StorageError, Unsupported
+from kvcm.core.memory import has_pool, pool_of
 from kvcm.core.uri import LocationUri, parse_uri
 
 if TYPE_CHECKING:
@@ -70,4 +70,10 @@ def _key_of(uri: str) -> tuple[LocationUri, str]:
         size = 0
     if parsed.scheme != "memory" or not key or size <= 0:
         raise InvalidArgument(f"location uri {uri!r} names no block in memory")
+    if not has_pool(parsed.storage):
+        # A put would be acknowledged, and its bytes be nowhere that others can read.
+        raise Unsupported(
+            f"storage {parsed.storage!r} lies in its manager's memory: another process than this "
+            "one, so this client cannot use it"
+        )
     return parsed, key

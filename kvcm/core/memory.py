@@ -15,3 +15,8 @@ def pool_of(storage: str) -> dict[str, bytes]:
     Only single calls of its own methods: each is atomic, and there is no lock.
     """
     return _POOLS.setdefault(storage, {})
+
+
+def has_pool(storage: str) -> bool:
+    """Whether somebody in this process, as its manager, keeps blocks of that storage."""
+    return storage in _POOLS

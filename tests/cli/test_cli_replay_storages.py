@@ -185,6 +185,10 @@ def test_what_a_storage_is_called_and_has(text, name, kind, fields) -> None:
         "mooncake://h:1/x",
         "a b=file:///x",
         "file://[x/y",
+        "file:///a#b",
+        "file:///a#",
+        "file:///a?key_count_per_file=1&key_count_per_file=2",
+        "file:///a?key_count_per_file",
     ],
 )
 def test_what_is_no_storage_is_refused(text) -> None:

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvcm.client.errors import is_reportable
 from kvcm.client.memory_sdk import MemorySdk
 from kvcm.client.transfer import MISSING, TRUNCATED
 from kvcm.core.clock import SystemClock
-from kvcm.core.errors import InvalidArgument, KvcmError
+from kvcm.core.errors import InvalidArgument, KvcmError, Unsupported
 from kvcm.core.memory import pool_of
 from kvcm.core.types import StorageConfig, StorageType
 from kvcm.storage_backends.base import DataStorageBackend
@@ -43,6 +44,7 @@ def test_it_has_no_options() -> None:
 
 
 def test_the_sdk_answers_position_by_position() -> None:
+    pool_of(NAME)
     sdk, uri = MemorySdk(), f"memory://{NAME}/?key=k&size=4"
     long = f"memory://{NAME}/?key=k&size=5"
     strange = ["file:///k?size=4", f"memory://{NAME}/?key=k", f"memory://{NAME}/?key=k&size=x"]
@@ -57,3 +59,12 @@ def test_the_sdk_answers_position_by_position() -> None:
     reasons = [answer.reason for answer in gets[2:] if isinstance(answer, KvcmError)]
     assert reasons == [MISSING, TRUNCATED]
     pool_of(NAME).clear()
+
+
+def test_what_another_process_keeps_is_neither_acknowledged_nor_reported_missing() -> None:
+    sdk, uri = MemorySdk(), "memory://of_another_process/?key=k&size=4"
+    (put,), (got,) = sdk.put_many([(uri, b"abcd")]), sdk.get_many([(uri, None)])
+    for answer in (put, got):
+        assert isinstance(answer, Unsupported)
+        assert "'of_another_process'" in str(answer)
+        assert not is_reportable(answer)
