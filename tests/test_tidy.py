@@ -234,7 +234,7 @@ def locked() -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         # A host, path or option in the lock would tie an install to the place that made it.
-        match = re.fullmatch(r"([a-z0-9][a-z0-9-]*)==([0-9][0-9a-z.]*)", line)
+        match = re.fullmatch(r"([a-z0-9][a-z0-9-]*)==((?:[0-9]+!)?[0-9][0-9a-z.]*)", line)
         assert match, f"requirements.lock: {line!r} is not an exact pin"
         pins[match[1]] = match[2]
     return pins
