@@ -19,11 +19,12 @@ from rich.console import Console
 
 from kvcm.cli.top import watch
 from kvcm.cli.top_frame import Counts, Rates, Sample, Wanted, frame
-from kvcm.cli.top_source import counts_of
+from kvcm.cli.top_source import Source, counts_of
 from kvcm.cli.top_view import Lost, View, fit, shares
-from kvcm.client import Client
+from kvcm.client import AdminClient, AsyncClient, Client
 from kvcm.client.file_sdk import FileSdk
 from kvcm.client.types import ClusterInfo, Health, Metric
+from kvcm.core.clock import SystemClock
 from kvcm.core.errors import Unavailable
 from kvcm.core.types import StorageStatus, StorageType
 from kvcm.testing.clock import SimClock
@@ -373,6 +374,45 @@ def test_one_frame_of_a_real_manager_for_people_and_for_scripts(kvcm, url):
     absent = kvcm.ok("top", "--target", url, "--once", "-i", "0.2", "--group", "nobody")
     assert "no group 'nobody'" in absent
     assert "watched" not in absent
+
+
+async def test_rates_are_those_of_the_calls_made_between_two_looks(manager, url):
+    clock = SystemClock()
+    source = Source(url, clock)
+    try:
+        before = await source.look()
+        async with AsyncClient(manager.target, timeout=10) as client:
+            for _ in range(3):
+                await client.get_cache_location("watched", [*range(1, 101), 7_001, 7_002])
+            async with client.write("watched", [7_003, 7_004]) as session:
+                await session.put(FileSdk(), [{"tp0": b"x" * 64}] * 2)
+        shown = frame(before, await source.look(), Wanted())
+    finally:
+        await source.close()
+    assert shown.over_s is not None
+    for row in (*shown.groups, *shown.instances):
+        rates = row.rates
+        assert rates.hit_rate == pytest.approx(300 / 306)
+        per_s = (rates.lookups_per_s, rates.blocks_per_s, rates.saved_tokens_per_s)
+        came = [round(rate * shown.over_s, 6) for rate in (*per_s, rates.written_bytes_per_s)]
+        assert came == [3, 306, 300 * 16, 128]
+
+
+def test_a_manager_that_does_not_lead_says_so_and_shows_what_it_knows(kvcm, manager, url):
+    with AdminClient(manager.admin_target, timeout=10) as admin:
+        admin.update_leader_elector_config(60_000)
+        admin.leader_demote()
+        try:
+            found = kvcm.json("top", "--target", url, "--interval", "0.2")
+            text = kvcm.ok("top", "--target", url, "--once", "--interval", "0.2")
+        finally:
+            admin.update_leader_elector_config(0)
+        eventually_sync(lambda: admin.check_health().is_leader, timeout=30)
+    assert (found["is_leader"], found["leader"]) == (False, "")
+    assert found["notes"][0] == "no leader"
+    assert [row["state"] for row in found["storages"]] == ["unknown"]
+    assert [row["instance"] for row in found["instances"]] == ["watched"]
+    assert "no leader, this is" in text
 
 
 def test_wrong_command_lines_end_with_one_line(kvcm, manager):
