@@ -235,7 +235,8 @@ class Model:
         failed = None
         for number, victim in enumerate(victims):
             alone = len(in_unit[victim]) == 1
-            if number == failing and alone:
+            # What an orphan builds on nobody knows: until its removal succeeds it may be cut off.
+            if number == failing and alone and not victim.orphan:
                 failed = victim
                 continue
             self.gone(victim)
