@@ -20,7 +20,8 @@ from kvcm.cli.top_view import Lost, View
 from kvcm.core.clock import Clock, SystemClock
 from kvcm.core.errors import InvalidArgument, KvcmError
 
-_REDRAWS_PER_S = 2.0
+_REDRAWS_PER_S = 1.0
+"""Beside those when something changed: a terminal may have another size now."""
 
 
 class Looks(Protocol):

@@ -9,6 +9,7 @@ import httpx
 
 from kvcm.cli.admin_http import json_of
 from kvcm.cli.top_frame import Counts, Sample, Series
+from kvcm.cli.top_metrics import samples
 from kvcm.client import AsyncAdminClient
 from kvcm.client.addresses import ADMIN_PORTS, parse_address
 from kvcm.client.retry import RetryPolicy
@@ -39,6 +40,13 @@ COUNTERS = {
 """By name; each by group and instance."""
 LIMITED = frozenset({"kvcm_refused_writes_total", "kvcm_cut_writes_total"})
 """By group only: what counts as ``limited_writes``."""
+_GAUGES = {
+    "kvcm_start_timestamp_seconds",
+    "kvcm_leadership_epoch",
+    "kvcm_event_loop_lag_max_seconds",
+}
+_FREE = "kvcm_storage_free_bytes"
+_NAMES = {*COUNTERS, *LIMITED, *_GAUGES, _FREE}
 
 
 class Source:
@@ -68,7 +76,7 @@ class Source:
         Raises:
             KvcmError: the manager cannot be reached, or what answers is none.
         """
-        metrics = (await self._admin.get_metrics()).metrics
+        metrics = [*samples(await self._text("/metrics"), _NAMES)]
         elapsed_s = self._clock.monotonic()
         return Sample(
             at_s=self._clock.now(),
@@ -79,12 +87,8 @@ class Source:
             ceiling=await self._document("/v1/ceiling"),
             storages=await self._storages(),
             counts=counts_of(metrics),
-            gauges={m.name: _number(m) for m in metrics if not m.tags},
-            free_bytes={
-                m.tags["storage"]: int(_number(m))
-                for m in metrics
-                if m.name == "kvcm_storage_free_bytes"
-            },
+            gauges={m.name: _number(m) for m in metrics if m.name in _GAUGES},
+            free_bytes={m.tags["storage"]: int(_number(m)) for m in metrics if m.name == _FREE},
         )
 
     async def close(self) -> None:
@@ -99,16 +103,28 @@ class Source:
             return None
 
     async def _document(self, path: str) -> Mapping[str, Any] | None:
-        try:
-            reply = await self._http.get(path)
-        except httpx.HTTPError as error:
-            raise Unavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
+        reply = await self._get(path)
         if reply.status_code == httpx.codes.NOT_FOUND:
             return None
         value = json_of(reply)
         if reply.status_code != httpx.codes.OK or not isinstance(value, dict):
             raise KvcmError(f"{self.url}{path}: HTTP status {reply.status_code}, or no JSON object")
         return value
+
+    async def _text(self, path: str) -> str:
+        reply = await self._get(path)
+        if reply.status_code != httpx.codes.OK:
+            raise KvcmError(
+                f"{self.url}{path}: HTTP status {reply.status_code}: not a KV cache manager's "
+                "admin port?"
+            )
+        return reply.text
+
+    async def _get(self, path: str) -> httpx.Response:
+        try:
+            return await self._http.get(path)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
 
 
 def counts_of(metrics: Iterable[Metric]) -> Series | None:

@@ -15,10 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from rich.console import Console
 
 from kvcm.cli.top import watch
 from kvcm.cli.top_frame import Counts, Rates, Sample, Wanted, frame
+from kvcm.cli.top_metrics import samples
 from kvcm.cli.top_source import Source, counts_of
 from kvcm.cli.top_view import Lost, View, fit, shares
 from kvcm.client import AdminClient, AsyncClient, Client
@@ -237,6 +239,21 @@ def test_counters_are_summed_over_their_other_labels():
         ("g", ""): Counts(limited_writes=2),
     }
     assert counts_of(metrics[-3:]) is None
+
+
+def test_samples_are_read_from_the_text_that_prometheus_reads():
+    tags = {"group": 'a "b", c}', "instance_id": "back\\slash\nline {x="}
+    registry = CollectorRegistry()
+    lookups = Counter("kvcm_lookups", "Help.", [*tags], registry=registry)
+    lookups.labels(**tags).inc(12_345_678_901.5)
+    Gauge("kvcm_ready", "Help.", registry=registry).set(1)
+    Gauge("kvcm_ready_not_asked_for", "Help.", registry=registry).set(1)
+    text = generate_latest(registry).decode() + "kvcm_ready broken\nkvcm_ready\n"
+    found = [*samples(text, {"kvcm_lookups_total", "kvcm_ready"})]
+    assert found == [
+        Metric("kvcm_lookups_total", 12_345_678_901.5, tags),
+        Metric("kvcm_ready", 1.0, {}),
+    ]
 
 
 @pytest.mark.parametrize(
