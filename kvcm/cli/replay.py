@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,9 +172,10 @@ def replay(
         )
         if group is None:
             group = REPLAY_GROUP if storage else "default"
+        prepared = None
         if storage:
-            _prepare(storage, group, capacity, admin_target)
-        done = run_replay(plan, group, workers)
+            prepared = partial(_prepare, storage, group, capacity, admin_target)
+        done = run_replay(plan, group, workers, prepared)
         if as_json:
             print_json(done.report)
         else:
@@ -210,8 +212,13 @@ def parse_speed(text: str) -> float | None:
     return factor
 
 
-def run_replay(plan: ReplayPlan, group: str, workers: int) -> Replayed:
+def run_replay(
+    plan: ReplayPlan, group: str, workers: int, prepared: Callable[[], None] | None = None
+) -> Replayed:
     """Register the instance, run the engines, show progress on standard error.
+
+    Args:
+        prepared: makes what the replay needs, once the trace turns out to be good.
 
     Raises:
         KvcmError: the trace is bad or empty, or no manager takes the instance.
@@ -225,6 +232,8 @@ def run_replay(plan: ReplayPlan, group: str, workers: int) -> Replayed:
     )
     if not read.rows:
         raise InvalidArgument(f"trace {plan.trace}: no requests to replay")
+    if prepared is not None:
+        prepared()
     plan = msgspec.structs.replace(plan, storage_configs=register_plan(plan, group))
     if plan.acks is not None:
         header = AckHeader(

@@ -84,6 +84,13 @@ def test_a_replay_spreads_over_the_storages_it_adds(
     assert int(made["quota"]["capacity"]) == 10**9
 
 
+def test_a_trace_that_is_not_there_adds_nothing(tmp_path: Path, replay: Replay, kvcm: Kvcm) -> None:
+    code, _ = replay(tmp_path / "none.jsonl", "-s", f"new=file://{tmp_path}/new")
+    assert code == 1
+    assert "none.jsonl" in replay.notes
+    assert "new" not in [one["global_unique_name"] for one in kvcm.json("admin", "storage", "list")]
+
+
 @needs_mooncake
 def test_a_replay_on_mooncake_and_its_check_afterwards(
     tmp_path: Path, trace: Path, replay: Replay
