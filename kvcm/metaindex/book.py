@@ -179,14 +179,16 @@ class Book:
     def touch_chain(self, entries: Sequence[Entry], stamp_ms: int, *, write: bool = False) -> None:
         """Entries that follow each other in a request, and all they build on, were used.
 
-        An orphan among them has been reached from the one before it: it builds on that.
+        What has been reached from the one before it builds on that, whatever else it builds on: an
+        orphan, or one that was written when another copy was found there. (Between what a write
+        finds may be gaps; it tells of those that it fills.)
         """
         self.order.catch_up(entries)
         tips: list[Entry] = []
         last: Entry | None = None
         for entry in entries:
             if last is not None:
-                if entry.orphan:
+                if entry.orphan or not (write or entry is last or last in entry.parents):
                     self._learn(entry, last)
                 if last not in entry.parents:
                     tips.append(last)

@@ -117,6 +117,23 @@ def test_a_request_shows_a_new_parent_at_once_when_the_old_one_left() -> None:
     assert book.use_of(tail).parents == (again.extent_id,)
 
 
+def test_a_request_shows_the_copy_that_is_used_beside_one_that_cannot_be_reached() -> None:
+    book = Book(EvictionOrder(POLICIES[0]))
+    away, tail, copy = entry(1, storage="away"), entry(2, depth=1), entry(3)
+    book.add(away)
+    book.add(tail, (away,))
+    book.add(copy)
+    book.touch_chain([copy, tail], 5, write=True)
+    assert tail.parents == (away,)
+    book.touch_chain([copy, tail], 5)
+    assert tail.parents == (away, copy)
+    assert book.order.coldest(3) == [tail]
+    book.dirty.clear()
+    book.touch_chain([copy, copy, tail, tail], 5)
+    assert tail.parents == (away, copy)
+    assert book.use_of(tail).parents == (copy.extent_id,)
+
+
 def test_a_parent_that_a_request_showed_is_known_after_the_book_is_read_again() -> None:
     book = Book(EvictionOrder(POLICIES[0]))
     head, gone, tail = entry(1), entry(2, depth=1), entry(3, depth=2)
