@@ -101,6 +101,12 @@ MEANING = {
     "trace_events.file_bytes_max": "Bytes, compressed. A file that has so many is followed by a "
     "new one.",
     "trace_events.files_max": "Files that are kept; a new one takes the place of the oldest.",
+    "access_log.rate": "Share of the calls that get a line in the access log, chosen by chance. 0: "
+    "it is off. See [operations](operations.md#logs).",
+    "access_log.slow_ms": "Milliseconds. With a rate above 0, calls that took longer get a line in "
+    "any case, as do those that were refused or failed.",
+    "access_log.file": "File that the lines are appended to, in the form of `log_format`. Default: "
+    "standard error, with the rest of the log.",
     "rocksdb.sync": "fsync every commit. See [operations](operations.md) for what it protects.",
     "rocksdb.cache_bytes": "Bytes of RocksDB's own block cache.",
 }

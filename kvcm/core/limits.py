@@ -134,6 +134,8 @@ REPORT_CHECK_S_MAX = 1.0
 client's time-out for a call."""
 TRACE_EVENT_QUEUE_BYTES_MAX = 64 * 1024 * 1024
 """What waits to be recorded and streamed, as it is in memory; what comes on top is dropped."""
+ACCESS_LOG_QUEUE_LINES_MAX = 16_384
+"""Lines of the access log that wait to be written; what comes on top is dropped."""
 EVENT_FILTER_VALUES_MAX = 256
 """Instances, or types, that one subscriber names."""
 EVENT_SUBSCRIBERS_MAX = 64

@@ -7,6 +7,7 @@ the transport (a body that does not parse, a reply that is too large) leave it a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from kvcm.core.errors import (
     wire_code,
 )
 from kvcm.core.keys import KeyBatch
-from kvcm.server import fastpb, jsonwire
+from kvcm.server import fastpb, jsonwire, logs
+from kvcm.server.access_log import AccessLog, Seen
 from kvcm.server.callstats import CallStats
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ PACKED_FIELDS = ("block_keys", "token_ids")
 _LIST_START = b'"locations":['
 """The list that the cache hands over already encoded."""
 _EMPTY_LIST = _LIST_START + b"]"
+_TRANSPORTS = {WireForm.PROTO: "grpc", WireForm.JSON: "http"}
 
 
 @dataclass(slots=True)
@@ -83,6 +86,8 @@ class Context:
     clock: Clock
     stats: CallStats
     require_leader: Callable[[], None]
+    access: AccessLog | None = None
+    """None = off."""
 
 
 class Endpoint:
@@ -117,25 +122,52 @@ class Endpoint:
         """Whether a reply may hand out something that is to be taken back when it is lost."""
         return "write_session_id" in self.response_type.DESCRIPTOR.fields_by_name
 
-    async def call(self, data: bytes, form: WireForm) -> Reply:
+    async def call(
+        self, data: bytes, form: WireForm, peer: Callable[[], str] = lambda: ""
+    ) -> Reply:
         """Run one call.
 
         Args:
             data: the request's bytes, protobuf or JSON as ``form`` says.
+            peer: tells the client's address, for the access log.
 
         Raises:
             MalformedRequest: the bytes do not parse.
             ReplyTooLarge: the answer exceeds the reply limit.
         """
+        token = logs.request_id.set("")
+        try:
+            access = self._context.access
+            if access is None:
+                return await self._answer(data, form, None)
+            seen = access.begun(self.name, _TRANSPORTS[form], peer, len(data))
+            try:
+                reply = await self._answer(data, form, seen)
+                seen.bytes_out = len(reply.body)
+                return reply
+            except (MalformedRequest, ReplyTooLarge, asyncio.CancelledError) as error:
+                seen.reason = type(error).__name__
+                raise
+            finally:
+                access.ended(seen)
+        finally:
+            logs.request_id.reset(token)
+
+    async def _answer(self, data: bytes, form: WireForm, seen: Seen | None) -> Reply:
         started = self._context.clock.monotonic()
         code, keys = ErrorCode.INVALID_ARGUMENT, 0
         try:
             call = self._parse(data, form)
+            logs.request_id.set(call.request.trace_id[: limits.TRACE_ID_BYTES_MAX])
             keys = self._keys_of(call)
+            if seen is not None:
+                _identify(seen, call, keys)
             code, message = await self._run(call)
         finally:
             seconds = self._context.clock.monotonic() - started
             self._context.stats.record(self.name, code, seconds, keys)
+        if seen is not None:
+            seen.code, seen.reason = code, call.reason
         return Reply(self._encode(call, code, message), call.lost)
 
     def _parse(self, data: bytes, form: WireForm) -> Call[Any, Any]:
@@ -200,6 +232,14 @@ class Endpoint:
         # Quotes within strings are escaped, so this can only be the list itself.
         head, _, tail = rendered.partition(_EMPTY_LIST)
         return b"".join((head, _LIST_START, *call.body, b"]", tail))
+
+
+def _identify(seen: Seen, call: Call[Any, Any], keys: int) -> None:
+    # Cut: before it is checked, either can be as long as a request.
+    instance_id: str = getattr(call.request, "instance_id", "")
+    seen.instance_id = instance_id[: limits.INSTANCE_ID_BYTES_MAX]
+    seen.request_id = logs.request_id.get()
+    seen.keys = keys
 
 
 def fill_header(

@@ -121,7 +121,7 @@ def _granting(endpoint: Endpoint) -> Callable[[bytes, _Context], Awaitable[None]
 
 async def _reply(endpoint: Endpoint, data: bytes, context: _Context) -> Reply:
     try:
-        return await endpoint.call(data, WireForm.PROTO)
+        return await endpoint.call(data, WireForm.PROTO, context.peer)
     except MalformedRequest as error:
         await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
     except ReplyTooLarge as error:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from http import HTTPStatus
 
 import uvicorn
@@ -60,9 +61,9 @@ class HttpApi:
             endpoint = self._endpoint(scope)
             body = await self._body(scope, receive)
             if endpoint.grants:
-                await self._grant(endpoint, body, receive, send)
+                await self._grant(endpoint, body, scope, receive, send)
             else:
-                await _send(send, HTTPStatus.OK, (await _run(endpoint, body)).body)
+                await _send(send, HTTPStatus.OK, (await _run(endpoint, body, scope)).body)
         except Refused as error:
             await _send(send, error.status, self.error_body(str(error)), error.headers)
         except ClientGone:
@@ -126,10 +127,12 @@ class HttpApi:
             (b"connection", b"close"),
         )
 
-    async def _grant(self, endpoint: Endpoint, body: bytes, receive: Receive, send: Send) -> None:
+    async def _grant(
+        self, endpoint: Endpoint, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """As the plain call, and what was granted is given back when the client has left."""
         left = asyncio.ensure_future(_disconnected(receive))
-        running = asyncio.ensure_future(_run(endpoint, body))
+        running = asyncio.ensure_future(_run(endpoint, body, scope))
         delivered = False
         try:
             await asyncio.wait((running, left), return_when=asyncio.FIRST_COMPLETED)
@@ -163,9 +166,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _run(endpoint: Endpoint, body: bytes) -> Reply:
+def _peer(scope: Scope) -> str:
+    client = scope.get("client")
+    return sockets.shown(*client) if client else ""
+
+
+async def _run(endpoint: Endpoint, body: bytes, scope: Scope) -> Reply:
     try:
-        return await endpoint.call(body, WireForm.JSON)
+        return await endpoint.call(body, WireForm.JSON, partial(_peer, scope))
     except MalformedRequest as error:
         raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
     except ReplyTooLarge as error:

@@ -14,6 +14,7 @@ from kvcm.observability.rounds import LoopLag, Rounds
 from kvcm.observability.traffic import Traffic
 from kvcm.observability.traffic_metrics import TrafficMetrics
 from kvcm.registry.view import RegistryView
+from kvcm.server.access_log import AccessLog
 from kvcm.server.callstats import CallStats
 from kvcm.server.settings import MetricsOptions
 from kvcm.server.supervisor import Loop
@@ -25,10 +26,15 @@ class Instruments:
     Attributes:
         loops: to be run in the background.
         traffic: to be told what happens to blocks; None when that is not counted.
+        access: to be told of calls; None when it is off.
     """
 
     def __init__(
-        self, options: MetricsOptions, clock: Clock, view: Callable[[], RegistryView]
+        self,
+        options: MetricsOptions,
+        clock: Clock,
+        view: Callable[[], RegistryView],
+        access: AccessLog,
     ) -> None:
         self._options = options
         self._clock = clock
@@ -37,7 +43,9 @@ class Instruments:
         self.traffic: Traffic | None = None
         self._lag = LoopLag()
         self._store: InstrumentedStore | None = None
-        self.loops: list[Loop] = [self._lag]
+        self.access = access if access.enabled else None
+        self._access = access
+        self.loops: list[Loop] = [self._lag, *([access] if access.enabled else [])]
         if options.enabled:
             self.traffic = Traffic(
                 lambda: _registered(view()),
@@ -57,7 +65,7 @@ class Instruments:
 
     def collectors(self) -> Iterable[Collector]:
         """What they tell."""
-        yield from (self.calls, self.rounds, self._lag)
+        yield from (self.calls, self.rounds, self._lag, self._access)
         if self._store is not None:
             yield self._store
         if self.traffic is not None:

@@ -23,6 +23,7 @@ from kvcm.core.errors import ConfigError, Unavailable
 from kvcm.observability.trace_events import TraceEvents
 from kvcm.registry.registry import Registry
 from kvcm.server import bootstrap, http_routes, sockets, wiring
+from kvcm.server.access_log import AccessLog
 from kvcm.server.admin_service import ANSWERED_BY_ALL, AdminService
 from kvcm.server.backends import BackendSet
 from kvcm.server.calls import Context, Endpoint, endpoints_of
@@ -156,7 +157,10 @@ class Manager:
         registry.subscribe(backends.follow)
         await backends.open(registry.view, new=created)
 
-        instruments = Instruments(settings.metrics, clock, lambda: registry.view)
+        access = AccessLog(settings.access_log, settings.log_format, clock)
+        access.open()
+        self._on_stop(access.close)
+        instruments = Instruments(settings.metrics, clock, lambda: registry.view, access)
         timed = instruments.store(store)
         cache = self._build_cache(settings, clock, registry, timed, backends)
         if instruments.traffic is not None:
@@ -233,7 +237,7 @@ class Manager:
             is_well=lambda: self.ready,
             metrics=self.metrics.families,
         )
-        context = Context(clock, stats, leadership.require)
+        context = Context(clock, stats, leadership.require, instruments.access)
         meta_calls = endpoints_of(context, META, meta_pb2, meta)
         admin_calls = endpoints_of(
             context, ADMIN, admin_pb2, admin, answered_by_all=ANSWERED_BY_ALL

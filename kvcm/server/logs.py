@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Any
 
 from kvcm.core.errors import InvalidArgument
 
@@ -19,9 +21,16 @@ LEVELS = {
     "critical": logging.CRITICAL,
 }
 ROOT = "kvcm"
+ACCESS = "kvcm.access"
+"""Logger of calls; no module has its name."""
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 # Everything that can be logged under; other names are typing errors.
 _FOREIGN = ("uvicorn", "grpc", "sqlalchemy", "alembic")
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The trace id of the call under way, as its client gave it; "" outside of calls."""
+FIELDS = "kvcm_fields"
+"""Attribute of a record: a dict of what its line says beside the message."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,24 +42,59 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **_fields(record),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
 
 
+class TextFormatter(logging.Formatter):
+    """Fields follow the message as ``name=value``."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = (f"{name}={_plain(value)}" for name, value in _fields(record).items())
+        return " ".join((super().formatMessage(record), *fields))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] | None = getattr(record, FIELDS, None)
+    if fields is not None:
+        return fields
+    current = request_id.get()
+    return {"request_id": current} if current else {}
+
+
+def _plain(value: object) -> str:
+    # Clients choose ids: one with a line end in it would forge lines of the log.
+    text = str(value)
+    return text if text.isprintable() and not set(text) & {" ", '"'} else json.dumps(text)
+
+
+def formatter(form: str) -> logging.Formatter:
+    """What gives records the form "text" or "json"."""
+    return JsonFormatter() if form == "json" else TextFormatter()
+
+
 def configure(level: str, form: str) -> None:
     """Send all logs to standard error in that form ("text" or "json")."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(formatter(form))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger(ROOT).setLevel(LEVELS[level])
+    # Has a switch of its own, the setting access_log.rate.
+    logging.getLogger(ACCESS).setLevel(logging.INFO)
 
 
 def set_level(module_name: str, log_level: str) -> None:
     """Change the level of a module's logger, "kvcm.cache" or just "cache"; "" means all of kvcm.
+
+    "access", the log of calls, is not among "all".
 
     Raises:
         InvalidArgument: an unknown level, or a name that is no logger of ours.
@@ -69,4 +113,4 @@ def set_level(module_name: str, log_level: str) -> None:
 def known_modules() -> set[str]:
     """Names that `set_level` accepts: packages and modules of kvcm that are loaded."""
     names = {n for n in sys.modules if n == ROOT or n.startswith(ROOT + ".")}
-    return names | {n for n in _FOREIGN if n in sys.modules}
+    return names | {ACCESS} | {n for n in _FOREIGN if n in sys.modules}

@@ -112,6 +112,17 @@ class TraceEventOptions(_Section):
     """The oldest ones beyond are removed."""
 
 
+class AccessLogOptions(_Section):
+    """A line for calls, in the log or a file."""
+
+    rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of the calls that get a line; 0 = off."""
+    slow_ms: float = Field(default=500.0, ge=0, allow_inf_nan=False)
+    """Slower calls, and those that are refused or fail, always get one."""
+    file: Path | None = None
+    """Default: the log on standard error."""
+
+
 class MetricsOptions(_Section):
     """What ``/metrics`` and GetMetrics tell."""
 
@@ -185,6 +196,7 @@ class Settings(_Section):
     metrics: MetricsOptions = MetricsOptions()
     ceiling: CeilingOptions = CeilingOptions()
     rocksdb: RocksDbOptions = RocksDbOptions()
+    access_log: AccessLogOptions = AccessLogOptions()
     trace_events: TraceEventOptions = TraceEventOptions()
 
     @model_validator(mode="before")
