@@ -7,9 +7,8 @@ the transport (a body that does not parse, a reply that is too large) leave it a
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -122,10 +121,10 @@ class Endpoint:
         """Whether a reply may hand out something that is to be taken back when it is lost."""
         return "write_session_id" in self.response_type.DESCRIPTOR.fields_by_name
 
-    async def call(
+    def call(
         self, data: bytes, form: WireForm, peer: Callable[[], str] = lambda: ""
-    ) -> Reply:
-        """Run one call.
+    ) -> Coroutine[Any, Any, Reply]:
+        """Run one call, in a task of its own: what it logs has its request id.
 
         Args:
             data: the request's bytes, protobuf or JSON as ``form`` says.
@@ -135,23 +134,25 @@ class Endpoint:
             MalformedRequest: the bytes do not parse.
             ReplyTooLarge: the answer exceeds the reply limit.
         """
-        token = logs.request_id.set("")
+        access = self._context.access
+        if access is None:
+            return self._answer(data, form, None)
+        return self._logged(access, data, form, peer)
+
+    async def _logged(
+        self, access: AccessLog, data: bytes, form: WireForm, peer: Callable[[], str]
+    ) -> Reply:
+        seen = access.begun(self.name, _TRANSPORTS[form], peer, len(data))
         try:
-            access = self._context.access
-            if access is None:
-                return await self._answer(data, form, None)
-            seen = access.begun(self.name, _TRANSPORTS[form], peer, len(data))
-            try:
-                reply = await self._answer(data, form, seen)
-                seen.bytes_out = len(reply.body)
-                return reply
-            except (MalformedRequest, ReplyTooLarge, asyncio.CancelledError) as error:
-                seen.reason = type(error).__name__
-                raise
-            finally:
-                access.ended(seen)
+            reply = await self._answer(data, form, seen)
+            seen.bytes_out = len(reply.body)
+            return reply
+        except BaseException as error:
+            # Cancelled, too: whatever ended it without an answer.
+            seen.reason = type(error).__name__
+            raise
         finally:
-            logs.request_id.reset(token)
+            access.ended(seen)
 
     async def _answer(self, data: bytes, form: WireForm, seen: Seen | None) -> Reply:
         started = self._context.clock.monotonic()
@@ -166,9 +167,10 @@ class Endpoint:
         finally:
             seconds = self._context.clock.monotonic() - started
             self._context.stats.record(self.name, code, seconds, keys)
+        reply = Reply(self._encode(call, code, message), call.lost)
         if seen is not None:
             seen.code, seen.reason = code, call.reason
-        return Reply(self._encode(call, code, message), call.lost)
+        return reply
 
     def _parse(self, data: bytes, form: WireForm) -> Call[Any, Any]:
         if form is WireForm.JSON:
