@@ -228,5 +228,7 @@ def test_blocks_in_memory_do_not_leave_the_process(place: Place) -> None:
         with client.write("in-memory", [1, 2]) as session:
             uris = [location.specs["tp0"] for _, location in session]
             assert all(uri.startswith("memory://mem_01/?key=kvcm-") for uri in uris)
-            assert not session.put(sdk, [b"x" * 64] * 2)
-        assert client.get_cache_location("in-memory", [1, 2]).locations.uris("tp0") == uris
+            errors = session.put(sdk, [b"x" * 64] * 2)
+        assert [type(error) for error in errors.values()] == [Unsupported, Unsupported]
+        assert "mem_01" in str(errors[0])
+        assert client.get_cache_location("in-memory", [1, 2]).locations.uris("tp0") == []
