@@ -503,7 +503,11 @@ class SpaceMachine:
         before = {}
         for name in PLAIN:
             for chain in self.chains[name]:
-                before[name, tuple(chain)] = await self._leading(name, chain)
+                # A read that began before the calm may still end with the process.
+                found = await self.guarded(self._leading(name, chain))
+                if found is None:
+                    return
+                before[name, tuple(chain)] = found
         name = self.chance.choice(list(INSTANCES))
         group, amount = INSTANCES[name], self.chance.randint(1, 30)
         want = self.chance.choice(
