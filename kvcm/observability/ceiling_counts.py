@@ -20,8 +20,8 @@ from kvcm.observability.distinct import Hashes, hashes, integers
 from kvcm.observability.tally import Cause
 from kvcm.observability.windows import SECONDS, Windows
 
-_SLICE_KEYS = 1_024
-_SLICE_SAMPLED = 128
+_SLICE_KEYS = 512
+_SLICE_SAMPLED = 64
 
 
 class Slice:
