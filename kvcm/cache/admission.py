@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from kvcm.cache.api import AdmissionUsage
 from kvcm.cache.room import Limit
@@ -25,12 +24,13 @@ from kvcm.core import quota
 from kvcm.core.errors import InvalidArgument, KvcmError
 from kvcm.core.keys import KeyBatch
 from kvcm.core.limits import ADMISSION_QUEUE_BYTES_MAX, SKETCH_CELLS_MAX, SKETCH_CELLS_MIN
+from kvcm.core.mixing import Hashes, hashes, seed_of
 from kvcm.core.types import AdmissionPolicy, InstanceGroup, StorageConfig
 from kvcm.metaindex.entry import Entry, with_ancestors
 from kvcm.metaindex.index import MetaIndex
 from kvcm.metaindex.instance import InstanceIndex
 from kvcm.metaindex.pressure import Scope
-from kvcm.metaindex.sketch import Counts, FrequencySketch, Hashes, hashes
+from kvcm.metaindex.sketch import Counts, FrequencySketch
 
 if TYPE_CHECKING:
     from kvcm.cache.plan import Plan
@@ -333,8 +333,3 @@ def _pressed(limits: Sequence[Limit], sizes: Sequence[int]) -> Limit | None:
             if count < len(sizes) and (found is None or count < found[0]):
                 found = (count, limit)
     return found[1] if found is not None else None
-
-
-def seed_of(uid: str) -> int:
-    """What tells an instance's keys from equal ones of others."""
-    return crc32(uid.encode()) << 32

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcm.core.limits import SKETCH_CELLS_MAX, SKETCH_CELLS_MIN
+from kvcm.core.mixing import Hashes
 
-Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
 
@@ -25,26 +25,9 @@ _ROWS = 4
 _BLOCK_CELLS = 16
 """Counters of each row in a block: four bits of the hash choose one."""
 _PREPARED_CELLS = 1 << 16
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
 _CELL_SHIFTS = np.array([[0], [4], [8], [12]], dtype=np.uint64)
 _CELL_MASK = np.uint64(_BLOCK_CELLS - 1)
 _ROW_STARTS = np.array([[0], [16], [32], [48]], dtype=np.intp)
-
-
-def hashes(raw: bytes, seed: int) -> Hashes:
-    """One well mixed 64-bit value per key.
-
-    Args:
-        raw: little-endian int64 keys.
-        seed: of the keys' instance: equal keys of two instances are different things.
-    """
-    mixed: Hashes = np.frombuffer(raw, dtype="<u8").astype(np.uint64)
-    mixed ^= np.uint64(seed)
-    for _ in range(2):
-        mixed *= _GOLDEN
-        mixed ^= mixed >> _HALF
-    return mixed
 
 
 class FrequencySketch:

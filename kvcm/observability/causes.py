@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvcm.core.limits import CEILING_SAMPLED_KEYS_MAX, CEILING_SAMPLED_KEYS_PER_S
-from kvcm.observability.distinct import Hashes
+from kvcm.core.mixing import Hashes
 from kvcm.observability.tally import Cause
 
 FORGET_S = 86_400

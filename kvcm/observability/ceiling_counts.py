@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from kvcm.core.limits import CEILING_GROUPS_MAX, CEILING_INSTANCES_MAX
+from kvcm.core.mixing import Hashes, hashes, seed_of
 from kvcm.observability import ceiling_file, ceiling_report, tally
 from kvcm.observability.causes import Fate, Sample, SavedKeys
 from kvcm.observability.ceiling_report import CeilingReport, ScopeReport
-from kvcm.observability.distinct import Hashes, hashes, integers
+from kvcm.observability.distinct import integers
 from kvcm.observability.tally import Cause
 from kvcm.observability.windows import SECONDS, Windows
 
@@ -253,8 +253,3 @@ class Counts:
 def _keep(known: dict[str, Any], wanted: Mapping[str, object]) -> None:
     for key in [key for key in known if key not in wanted]:
         del known[key]
-
-
-def seed_of(uid: str) -> int:
-    """What tells an instance's keys from equal ones of others."""
-    return crc32(uid.encode()) << 32

@@ -7,12 +7,10 @@ import zlib
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 from datasketches import hll_sketch, hll_union, tgt_hll_type
 
 from kvcm.core.errors import InvalidArgument
-
-Hashes = npt.NDArray[np.uint64]
+from kvcm.core.mixing import Hashes
 
 PLACES_LOG2 = 16
 """A standard error of 1.04 / sqrt(2 ** 16) = 0.41 %."""
@@ -21,24 +19,6 @@ _TYPE = tgt_hll_type.HLL_8
 """A byte a place: unions are ten times as fast as with the smaller ones."""
 _PACKED_BYTES_MAX = 1 << (PLACES_LOG2 + 1)
 _ZLIB_LEVEL = 1
-
-
-def hashes(raw: bytes, seed: int) -> Hashes:
-    """One well mixed 64-bit value per key (the finalizer of splitmix64).
-
-    Args:
-        raw: little-endian int64 keys.
-        seed: of the keys' instance: equal keys of two instances are different blocks.
-    """
-    mixed: Hashes = np.frombuffer(raw, dtype="<u8").astype(np.uint64)
-    mixed ^= np.uint64(seed)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 def integers(values: Hashes) -> list[int]:

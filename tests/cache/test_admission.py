@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcm.cache.admission import PERIOD_CAPACITIES, Admission, GroupFrequencies, seed_of
+from kvcm.cache.admission import PERIOD_CAPACITIES, Admission, GroupFrequencies
 from kvcm.core.keys import KeyBatch, pack_keys
 from kvcm.core.limits import ADMISSION_QUEUE_BYTES_MAX, SKETCH_CELLS_MIN
 from kvcm.core.mask import BlockMask
+from kvcm.core.mixing import hashes, seed_of
 from kvcm.core.types import AdmissionPolicy, CacheReclaimStrategy, InstanceGroup
-from kvcm.metaindex.sketch import FrequencySketch, hashes
+from kvcm.metaindex.sketch import FrequencySketch
 from tests.cache.harness import SLOT, Grant, Harness, group
 
 BLOCK = 2 * SLOT

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcm.core.limits import SKETCH_CELLS_MAX, SKETCH_CELLS_MIN
-from kvcm.metaindex.sketch import COUNT_MAX, FrequencySketch, Hashes, hashes
+from kvcm.core.mixing import Hashes, hashes
+from kvcm.metaindex.sketch import COUNT_MAX, FrequencySketch
 
 NEVER = 1 << 40
 KEYS = st.integers(0, 30)

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from kvcm.core.mixing import hashes
 from kvcm.observability import tally
 from kvcm.observability.causes import FORGET_S, Fate, Sample
-from kvcm.observability.distinct import hashes
 from kvcm.observability.tally import Cause
 
 NOW_S = 1_000_000

@@ -10,7 +10,8 @@ import pytest
 from datasketches import hll_sketch
 
 from kvcm.core.errors import InvalidArgument
-from kvcm.observability.distinct import PLACES_LOG2, STANDARD_ERROR, Distinct, hashes, integers
+from kvcm.core.mixing import hashes
+from kvcm.observability.distinct import PLACES_LOG2, STANDARD_ERROR, Distinct, integers
 
 
 def _of(keys: range, seed: int = 7) -> Distinct:

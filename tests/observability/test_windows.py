@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvcm.core.errors import InvalidArgument
+from kvcm.core.mixing import hashes
 from kvcm.observability import tally
-from kvcm.observability.distinct import hashes, integers
+from kvcm.observability.distinct import integers
 from kvcm.observability.windows import DAY, HOUR, QUARTER, SECONDS, SLOT_S, Windows
 
 START_S = 277_778 * 3_600.0
