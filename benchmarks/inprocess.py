@@ -21,7 +21,7 @@ from kvcm.server import bootstrap, wiring
 from kvcm.server.calls import Context, Endpoint, endpoints_of
 from kvcm.server.callstats import CallStats
 from kvcm.server.meta_service import MetaService
-from kvcm.server.run import tune_gc
+from kvcm.server.run import tuned_gc
 from kvcm.server.settings import load
 
 
@@ -91,7 +91,6 @@ async def local_manager(
         index_url: as in the settings; "" is RocksDB in ``folder``.
         key_count_max: of an instance.
     """
-    tune_gc()
     document = workload.bootstrap_document(str(folder / "blocks"), key_count_max)
     contents = folder / "bootstrap.json"
     contents.write_text(json.dumps(document))
@@ -99,6 +98,7 @@ async def local_manager(
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
+        stack.enter_context(tuned_gc())
         registry = wiring.build_registry(settings, clock)
         stack.push_async_callback(registry.close)
         await registry.open()

@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,23 +50,30 @@ def run(settings: Settings, *, ready_file: Path | None, say: Callable[[str], Non
         ConfigError: it cannot start; one line.
     """
     logs.configure(settings.log_level, settings.log_format)
-    tune_gc()
     _tune_malloc()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
+    try:
+        with tuned_gc(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, ready_file, say))
-        finally:
-            if ready_file is not None:
-                ready_file.unlink(missing_ok=True)
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
 
 
-def tune_gc() -> None:
+@contextlib.contextmanager
+def tuned_gc() -> Iterator[None]:
     """Collect less often: a batch of thousands of keys makes thousands of short-lived tuples, and
     each full collection walks the whole index (measured: a third of a 4,400-key StartWrite). The
     middle generation goes early: what lives on is walked there once in any case, and all at once
     would hold the event loop (measured: a second, while a million extents were loaded)."""
+    before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(50_000, 5, 10_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        # Frozen, what the process ends with would never be freed; extension modules complain of it.
+        gc.unfreeze()
 
 
 def _tune_malloc() -> None:
